@@ -1,0 +1,139 @@
+"""A config.json whose every key must be read, ignored on purpose, or harmless.
+
+Class defaults of transformers are never assumed: a key that a family needs and does not find is an error, and so is a key
+that nobody read and whose value could change the computation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError
+
+Value = TypeVar("Value", bound=str | int | float | bool)
+
+#: Keys that describe training, generation, files or the tokenizer, and never the computation of logits.
+HARMLESS = frozenset(
+    """_attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout attn_implementation auto_map
+    bos_token_id chunk_size classifier_dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task hidden_dropout
+    id2label initializer_range keys_to_ignore_at_inference label2id max_length max_window_layers model_type num_logits_to_keep
+    output_attentions output_dropout output_hidden_states output_router_logits pad_token_id problem_type return_dict
+    rescale_prenorm_residual router_aux_loss_coef routed_dropout torch_dtype transformers_version unk_token_id use_cache
+    use_mamba_kernels use_return_dict""".split()
+)
+
+
+class HfConfig:
+    """Strict access to one level of a config.json.
+
+    Every accessor marks its key as read; ``finish`` raises for keys that nobody read.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
+        self.values, self.where = values, where
+        self.used: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def fail(self, key: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {key} {problem}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The raw value, or default where the key is absent or null."""
+        self.used.add(key)
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def typed(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
+        """The value of that type. Raises CheckpointError when it is absent without a default, or of another type."""
+        value = self.get(key, default)
+        if value is None:
+            raise self.fail(key, "is missing, and no value can be assumed for it")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.fail(key, f"is {value!r}; expected {kind.__name__}")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self.typed(key, int, default)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self.typed(key, int, default)
+        if value <= 0:
+            raise self.fail(key, f"is {value}; it must be positive")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.typed(key, float, default)
+        if math.isnan(value):
+            raise self.fail(key, "is NaN")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        return self.typed(key, bool, default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self.typed(key, str, default)
+
+    def first(self, *keys: str) -> str:
+        """The first of several spellings of a key that is present; marks all as read. Raises when none is."""
+        self.used.update(keys)
+        for key in keys:
+            if key in self:
+                return key
+        raise self.fail(keys[0], "is missing, and no value can be assumed for it")
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """An absent key, or one of the values this package implements. Raises UnsupportedModelError otherwise."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            choices = " or ".join(json.dumps(a) for a in allowed)
+            raise UnsupportedModelError(
+                f"{self.where}: {key} is {json.dumps(value)}, which is not implemented", f"supported: {choices}"
+            )
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that were considered and do not matter for this family."""
+        self.used.update(keys)
+
+    def section(self, key: str) -> HfConfig:
+        """A nested object, with its own accounting. Raises when it is absent or not an object."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.fail(key, "is missing or not an object")
+        return HfConfig(value, f"{self.where}: {key}")
+
+    def finish(self) -> None:
+        """Raises UnsupportedModelError when an unread key holds something other than null, false, 0 or an empty value."""
+        unread = {k: v for k, v in self.values.items() if k not in self.used and k not in HARMLESS and v}
+        if unread:
+            listed = ", ".join(f"{k} = {json.dumps(v)[:60]}" for k, v in sorted(unread.items()))
+            raise UnsupportedModelError(
+                f"{self.where} holds keys that this version does not know and that may change the model: {listed}",
+                "an unknown switch that is on makes wrong output; ask for support of this checkpoint",
+            )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json as a dict. Accepts the bare word Infinity and the ``{"__float__": "Infinity"}`` form of transformers 5.
+
+    Raises CheckpointError when the file is missing or not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=float_objects)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return values
+
+
+def float_objects(data: dict[str, Any]) -> Any:
+    return float(data["__float__"]) if set(data) == {"__float__"} else data

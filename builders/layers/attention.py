@@ -1,0 +1,87 @@
+"""Grouped-query attention, with the options that hybrid models use: partial RoPE, q/k norms, an output gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
+from trtllm_replayssm.network.base import Network, Rope, Tensor
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+
+
+@dataclass(frozen=True)
+class Attention(Layer):
+    """num_heads query heads and num_kv_heads key/value heads of head_dim D.
+
+    scale: of the scores. rope: None for no position embedding. qk_norm_epsilon: RMSNorm of q and k per head, zero-centred
+    weights if qk_norm_zero_centred; None for none. output_gate: sigmoid gate per channel, from the input.
+    The rows of ``qkv`` are q, gate (if any), k, v, each over all heads.
+    """
+
+    kind = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    qk_norm_epsilon: float | None = None
+    qk_norm_zero_centred: bool = False
+    output_gate: bool = False
+    bias: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels of q, gate (if any), k, v."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (q, q, kv, kv) if self.output_gate else (q, kv, kv)
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        q = Segment(self.num_heads * self.head_dim, self.num_heads)
+        kv = Segment(self.num_kv_heads * self.head_dim, self.num_kv_heads, replicate=True)
+        rows = (q, q, kv, kv) if self.output_gate else (q, kv, kv)
+        width = sum(self.sizes)
+        parameters = {
+            "qkv.weight": Parameter((width, hidden_size), 0, rows),
+            "dense.weight": row(hidden_size, q.size, self.num_heads),
+        }
+        if self.qk_norm_epsilon is not None:
+            norm = Parameter((self.head_dim,), nonzero=not self.qk_norm_zero_centred)
+            parameters |= {"q_norm.weight": norm, "k_norm.weight": norm}
+        if self.bias:
+            parameters["qkv.bias"] = Parameter((width,), 0, rows, nonzero=False)
+            parameters["dense.bias"] = Parameter((hidden_size,), nonzero=False)
+        return parameters
+
+    def divided(self, tp_size: int) -> Attention:
+        return replace(
+            self,
+            num_heads=divide("attention heads", self.num_heads, tp_size),
+            num_kv_heads=divide("key/value heads", self.num_kv_heads, tp_size, replicate=True),
+        )
+
+    def pools(self, options: StateOptions) -> dict[str, Pool]:
+        rows = options.max_seq_len + options.replay.max_draft_len
+        cache = Pool((self.num_kv_heads, rows, self.head_dim), options.activation, "kv")
+        return {"k_cache": cache, "v_cache": cache}
+
+    def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        bias = net.weight(f"{name}.qkv.bias") if self.bias else None
+        q, *gate, k, v = net.split(net.linear(x, net.weight(f"{name}.qkv.weight"), bias), self.sizes)
+        q = self.prepared(net, name, "q_norm", net.unflatten(q, (self.num_heads, self.head_dim)))
+        k = self.prepared(net, name, "k_norm", net.unflatten(k, (self.num_kv_heads, self.head_dim)))
+        keys = net.cache_update(net.pool(f"{name}.k_cache"), k)
+        values = net.cache_update(net.pool(f"{name}.v_cache"), net.unflatten(v, (self.num_kv_heads, self.head_dim)))
+        out = net.flatten(net.attention(q, keys, values, self.scale))
+        if self.output_gate:
+            out = net.multiply(out, net.activation(gate[0], "sigmoid"))
+        out = net.all_reduce(net.linear(out, net.weight(f"{name}.dense.weight")))
+        return net.add_bias(out, net.weight(f"{name}.dense.bias")) if self.bias else out
+
+    def prepared(self, net: Network, name: str, norm: str, x: Tensor) -> Tensor:
+        """q or k ``[rows, T, heads, D]`` after its norm and rotation."""
+        if self.qk_norm_epsilon is not None:
+            x = net.rms_norm(x, net.weight(f"{name}.{norm}.weight"), self.qk_norm_epsilon, self.qk_norm_zero_centred)
+        return x if self.rope is None else net.rope(x, self.rope)

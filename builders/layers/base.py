@@ -1,0 +1,90 @@
+"""What every layer offers, and the registry by which a checkpoint's config.json names layer kinds."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.network.base import Network, Rope, Tensor
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What the pools of a layer depend on besides its sizes.
+
+    activation: dtype of activations. max_seq_len: positions of the KV cache.
+    """
+
+    replay: ReplayConfig
+    activation: torch.dtype
+    max_seq_len: int
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return getattr(torch, self.replay.state_dtype)
+
+    def ring_dtype(self, derived: bool = False) -> torch.dtype:
+        """dtype of the ring's activations; ``derived`` asks for stored updates u rather than raw inputs."""
+        if self.replay.ring_dtype != "auto":
+            return getattr(torch, self.replay.ring_dtype)
+        return torch.float16 if derived and self.activation.itemsize == 2 else self.activation
+
+
+class Layer(ABC):
+    """One residual branch: ``x + layer(norm(x))``."""
+
+    kind: ClassVar[str]
+    kinds: ClassVar[dict[str, type[Layer]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Layer.kinds[cls.kind] = cls
+
+    @abstractmethod
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        """The layer's weights over all ranks, by name."""
+
+    @abstractmethod
+    def divided(self, tp_size: int) -> Layer:
+        """The layer as one rank sees it. Raises UserError when heads or groups would be torn apart."""
+
+    def pools(self, options: StateOptions) -> dict[str, Pool]:
+        """Per-slot state of this (divided) layer, by name."""
+        return {}
+
+    @abstractmethod
+    def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        """The branch's output ``[rows, T, hidden]``, summed over the ranks.
+
+        name: prefix of the layer's weights and pools. x: normed input ``[rows, T, hidden]``.
+        """
+
+
+def to_dict(data: Any) -> Any:
+    """A layer or one of its parts as JSON values; infinities become the strings ``inf`` and ``-inf``."""
+    if is_dataclass(data) and not isinstance(data, type):
+        kind = {"kind": data.kind} if isinstance(data, Layer) else {}
+        return kind | {f.name: to_dict(getattr(data, f.name)) for f in fields(data)}
+    if isinstance(data, tuple | list):
+        return [to_dict(item) for item in data]
+    if isinstance(data, float) and math.isinf(data):
+        return str(data)
+    return data
+
+
+def layer_from_dict(data: dict[str, Any]) -> Layer:
+    """The layer that ``to_dict`` wrote. Raises KeyError for an unknown kind, TypeError for unknown fields."""
+    return Layer.kinds[data["kind"]](**{key: value_from_json(value) for key, value in data.items() if key != "kind"})
+
+
+def value_from_json(value: Any) -> Any:
+    """A field of a layer: nested layers carry their kind, the only other nested part is Rope."""
+    if isinstance(value, dict):
+        return layer_from_dict(value) if "kind" in value else Rope(**value)
+    return float(value) if value in ("inf", "-inf") else value

@@ -1,0 +1,104 @@
+"""Mamba-2 mixer: input projection, convolution, SSD recurrence, gated group norm, output projection."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
+from trtllm_replayssm.network.base import Network, Tensor
+from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
+from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+
+
+@dataclass(frozen=True)
+class Mamba2(Layer):
+    """num_heads H of head_dim P, n_groups G of state_size N; convolution over H*P + 2*G*N channels.
+
+    dt_min, dt_max: limits of the time step. norm_epsilon: of the gated RMSNorm, which works on each group apart.
+    """
+
+    kind = "mamba2"
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    norm_epsilon: float
+    conv_bias: bool = True
+    proj_bias: bool = False
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        inner, bc = Segment(self.inner_size, self.num_heads), Segment(self.n_groups * self.state_size, self.n_groups)
+        heads = Segment(self.num_heads, self.num_heads)
+        rows, conv = (inner, inner, bc, bc, heads), (inner, bc, bc)
+        width = self.inner_size + self.conv_channels + self.num_heads
+        per_head = Parameter((self.num_heads,), 0, (heads,), float32=True, nonzero=False)
+        parameters = {
+            "in_proj.weight": Parameter((width, hidden_size), 0, rows),
+            "conv1d.weight": Parameter((self.conv_channels, self.conv_kernel), 0, conv),
+            "A_log": per_head,
+            "D": per_head,
+            "dt_bias": per_head,
+            "norm.weight": Parameter((self.inner_size,), 0, (inner,)),
+            "out_proj.weight": row(hidden_size, self.inner_size, self.num_heads),
+        }
+        if self.conv_bias:
+            parameters["conv1d.bias"] = Parameter((self.conv_channels,), 0, conv, nonzero=False)
+        if self.proj_bias:
+            parameters["in_proj.bias"] = Parameter((width,), 0, rows, nonzero=False)
+            parameters["out_proj.bias"] = Parameter((hidden_size,), nonzero=False)
+        return parameters
+
+    def divided(self, tp_size: int) -> Mamba2:
+        # A gated norm's group must stay on one rank, so groups are divided, and heads with them.
+        groups = divide("Mamba-2 groups", self.n_groups, tp_size)
+        return replace(self, num_heads=divide("Mamba-2 heads", self.num_heads, tp_size), n_groups=groups)
+
+    def conv_attributes(self, replay: ReplayConfig) -> CausalConvAttributes:
+        return CausalConvAttributes.create(self.conv_channels, self.conv_kernel, replay)
+
+    def attributes(self, replay: ReplayConfig) -> Mamba2Attributes:
+        return Mamba2Attributes(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            state_size=self.state_size,
+            n_groups=self.n_groups,
+            window=replay.window,
+            ring_rows=replay.ring_rows,
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+        )
+
+    def pools(self, options: StateOptions) -> dict[str, Pool]:
+        recurrent = self.attributes(options.replay).pools(options.activation, options.state_dtype, options.ring_dtype())
+        return recurrent | self.conv_attributes(options.replay).pools(options.activation)
+
+    def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        bias = net.weight(f"{name}.in_proj.bias") if self.proj_bias else None
+        projected = net.linear(x, net.weight(f"{name}.in_proj.weight"), bias)
+        gate, xbc, dt = net.split(projected, (self.inner_size, self.conv_channels, self.num_heads))
+        conv_bias = net.weight(f"{name}.conv1d.bias") if self.conv_bias else None
+        conv_weight, conv_ring = net.weight(f"{name}.conv1d.weight"), net.pool(f"{name}.conv_ring")
+        xbc = net.causal_conv(self.conv_attributes(replay), xbc, conv_weight, conv_bias, conv_ring)
+        A_log, dt_bias, D = (net.weight(f"{name}.{w}") for w in ("A_log", "dt_bias", "D"))
+        pools = {p: net.pool(f"{name}.{p}") for p in ("state", "ring_x", "ring_b", "ring_dt")}
+        y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, pools)
+        y = net.multiply(y, net.activation(gate, "silu"))
+        y = net.rms_norm(y, net.weight(f"{name}.norm.weight"), self.norm_epsilon, groups=self.n_groups)
+        y = net.all_reduce(net.linear(y, net.weight(f"{name}.out_proj.weight")))
+        return net.add_bias(y, net.weight(f"{name}.out_proj.bias")) if self.proj_bias else y

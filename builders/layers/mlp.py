@@ -1,0 +1,62 @@
+"""Dense MLPs: SwiGLU with an optional trained limit, and squared ReLU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trtllm_replayssm.builders.layers.base import Layer
+from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
+from trtllm_replayssm.network.base import Network, Tensor
+from trtllm_replayssm.replay import ReplayConfig
+
+MlpActivation = Literal["swiglu", "relu2"]
+
+
+@dataclass(frozen=True)
+class Mlp(Layer):
+    """swiglu: ``down(silu(gate(x)) * up(x))``, the rows of ``up`` being gate, then up; relu2: ``down(relu(up(x))^2)``.
+
+    limit L clamps the factors as in Ling 3.0: ``min(silu(gate), L) * clamp(up, -L, L)``.
+    """
+
+    kind = "mlp"
+
+    intermediate_size: int
+    activation: MlpActivation
+    limit: float | None = None
+    bias: bool = False
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        part = Segment(self.intermediate_size, self.intermediate_size)
+        rows = (part, part) if self.activation == "swiglu" else (part,)
+        width = len(rows) * self.intermediate_size
+        parameters = {
+            "up.weight": Parameter((width, hidden_size), 0, rows),
+            "down.weight": row(hidden_size, self.intermediate_size, self.intermediate_size),
+        }
+        if self.bias:
+            parameters["up.bias"] = Parameter((width,), 0, rows, nonzero=False)
+            parameters["down.bias"] = Parameter((hidden_size,), nonzero=False)
+        return parameters
+
+    def divided(self, tp_size: int) -> Mlp:
+        return replace(self, intermediate_size=divide("MLP channels", self.intermediate_size, tp_size))
+
+    def partial(self, net: Network, name: str, x: Tensor) -> Tensor:
+        """The rank's share of the output, before the sum over ranks and the output bias."""
+        hidden = net.linear(x, net.weight(f"{name}.up.weight"), net.weight(f"{name}.up.bias") if self.bias else None)
+        if self.activation == "relu2":
+            hidden = net.activation(hidden, "relu2")
+        else:
+            gate, up = net.split(hidden, (self.intermediate_size, self.intermediate_size))
+            gate = net.activation(gate, "silu")
+            if self.limit is not None:
+                gate, up = net.clamp(gate, -math.inf, self.limit), net.clamp(up, -self.limit, self.limit)
+            hidden = net.multiply(gate, up)
+        return net.linear(hidden, net.weight(f"{name}.down.weight"))
+
+    def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        out = net.all_reduce(self.partial(net, name, x))
+        return net.add_bias(out, net.weight(f"{name}.down.bias")) if self.bias else out

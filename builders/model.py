@@ -1,0 +1,142 @@
+"""The hybrid decoder: a list of residual branches between an embedding and a head, and its description in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtllm_replayssm.builders.layers import attention, gated_delta, kda, mamba2, mla, mlp, moe  # noqa: F401  (kinds)
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions, layer_from_dict, to_dict
+from trtllm_replayssm.builders.parallel import Parameter, Segment
+from trtllm_replayssm.network.base import Network, Tensor
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """Multi-token prediction head: ``proj(concat(norm_e(embedding), norm_h(hidden)))``, its branches, a final norm.
+
+    hidden is the decoder's output after its final norm; embedding and head are the decoder's own.
+    """
+
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class HybridDecoder:
+    """Everything that determines the computation; weights and state apart.
+
+    vocab_size: rows of the embedding. hidden_size: width D. norm_epsilon, norm_zero_centred: of every branch's input norm
+    and the final norm. tie_embeddings: the head is the embedding. residual_float32: the residual stream is float32.
+    layers: residual branches in order; a transformer block is two of them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    norm_epsilon: float
+    layers: tuple[Layer, ...]
+    norm_zero_centred: bool = False
+    tie_embeddings: bool = False
+    residual_float32: bool = False
+    mtp: Mtp | None = None
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def padded_vocab(self, tp_size: int) -> int:
+        """Rows of the head over all ranks: vocab_size rounded up to a multiple of tp_size with zero rows."""
+        return -(-self.vocab_size // tp_size) * tp_size
+
+    def norm(self) -> Parameter:
+        return Parameter((self.hidden_size,), nonzero=not self.norm_zero_centred)
+
+    def parameters(self, tp_size: int = 1) -> dict[str, Parameter]:
+        """Every weight of the checkpoint by name, MTP included."""
+        padded = self.padded_vocab(tp_size)
+        head = Parameter((padded, self.hidden_size), 0, (Segment(padded, tp_size),))
+        named = {"transformer.vocab_embedding.weight": Parameter((self.vocab_size, self.hidden_size))}
+        named |= self.branch_parameters("transformer.layers", self.layers)
+        named["transformer.ln_f.weight"] = self.norm()
+        # A tied head is stored once more only where ranks need their own rows of it.
+        if not self.tie_embeddings or tp_size > 1:
+            named["lm_head.weight"] = head
+        if self.mtp is not None:
+            named |= self.branch_parameters("mtp.layers", self.mtp.layers)
+            for name in ("norm_embedding", "norm_hidden", "ln_f"):
+                named[f"mtp.{name}.weight"] = self.norm()
+            named["mtp.proj.weight"] = Parameter((self.hidden_size, 2 * self.hidden_size))
+        return named
+
+    def branch_parameters(self, prefix: str, layers: tuple[Layer, ...]) -> dict[str, Parameter]:
+        named = {}
+        for i, layer in enumerate(layers):
+            named[f"{prefix}.{i}.norm.weight"] = self.norm()
+            named |= {f"{prefix}.{i}.{layer.kind}.{n}": p for n, p in layer.parameters(self.hidden_size).items()}
+        return named
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def divided(self, tp_size: int) -> HybridDecoder:
+        """The decoder as one rank sees it. Raises UserError when a layer cannot be divided."""
+        mtp = None if self.mtp is None else Mtp(tuple(layer.divided(tp_size) for layer in self.mtp.layers))
+        return replace(self, layers=tuple(layer.divided(tp_size) for layer in self.layers), mtp=mtp)
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Branches with the prefix of their weights and pools."""
+        for i, layer in enumerate(self.layers):
+            yield f"transformer.layers.{i}.{layer.kind}", layer
+
+    def pools(self, options: StateOptions) -> dict[str, Pool]:
+        """Every state tensor of one rank (call on a divided decoder), by name."""
+        return {f"{name}.{p}": pool for name, layer in self.named_layers() for p, pool in layer.pools(options).items()}
+
+    # ---- computation -------------------------------------------------------------------------------------------------
+
+    def forward(self, net: Network, token_ids: Tensor, replay: ReplayConfig, last_only: bool = False) -> Tensor:
+        """Logits float32 ``[rows, T, vocab_size]`` of a divided decoder; ``[rows, 1, vocab_size]`` with last_only.
+
+        token_ids: int32 ``[rows, T]``. last_only: only each row's last valid token, as after a prefill chunk.
+        """
+        embedding = net.weight("transformer.vocab_embedding.weight")
+        x = net.embedding(token_ids, embedding)
+        if self.residual_float32:
+            x = net.cast(x, "float32")
+        for name, layer in self.named_layers():
+            normed = self.normed(net, name.rpartition(".")[0] + ".norm.weight", x)
+            x = net.add(x, net.cast_like(layer.forward(net, name, net.cast(normed, "activation"), replay), x))
+        if last_only:
+            x = net.select_last(x)
+        x = net.cast(self.normed(net, "transformer.ln_f.weight", x), "activation")
+        logits = net.all_gather(net.linear(x, net.weight(self.head_name(net))))
+        return net.cast(net.slice_last(logits, self.vocab_size), "float32")
+
+    def normed(self, net: Network, weight: str, x: Tensor) -> Tensor:
+        return net.rms_norm(x, net.weight(weight), self.norm_epsilon, self.norm_zero_centred)
+
+    def head_name(self, net: Network) -> str:
+        tied_here = self.tie_embeddings and net.tp_size == 1
+        return "transformer.vocab_embedding.weight" if tied_here else "lm_head.weight"
+
+    # ---- config.json -------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "norm_epsilon": self.norm_epsilon,
+            "norm_zero_centred": self.norm_zero_centred,
+            "tie_embeddings": self.tie_embeddings,
+            "residual_float32": self.residual_float32,
+            "layers": [to_dict(layer) for layer in self.layers],
+        }
+        return data | {"mtp": None if self.mtp is None else [to_dict(layer) for layer in self.mtp.layers]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HybridDecoder:
+        """The decoder that ``to_dict`` wrote. Raises KeyError or TypeError when the description is not one of ours."""
+        values = dict(data)
+        values["layers"] = tuple(layer_from_dict(layer) for layer in data["layers"])
+        if data.get("mtp") is not None:
+            values["mtp"] = Mtp(tuple(layer_from_dict(layer) for layer in data["mtp"]))
+        return cls(**values)

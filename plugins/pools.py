@@ -1,0 +1,38 @@
+"""Pools: the tensors that hold one kind of per-request state for all slots of a layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+#: TensorRT wants bound addresses aligned to this many bytes, and a prefill binds a pool at a slot's offset.
+SLOT_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One state tensor of a layer: ``shape`` and ``dtype`` of one slot.
+
+    kind says what the bytes are for, in reports: ``state`` (checkpoint), ``ring``, ``conv``, ``kv`` or ``cursor``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, padded to SLOT_ALIGNMENT."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def allocate(self, slots: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A zeroed pool ``[slots, *shape]`` whose slot stride is ``slot_bytes``.
+
+        Zero is not needed for correctness (a fresh slot is never read); it keeps dumps readable.
+        """
+        per_slot = self.slot_bytes // self.dtype.itemsize
+        flat = torch.zeros(slots, per_slot, dtype=self.dtype, device=device)
+        return flat[:, : math.prod(self.shape)].unflatten(1, self.shape)

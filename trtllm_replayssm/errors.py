@@ -1,0 +1,28 @@
+"""Errors that a user can cause: one plain sentence, and a hint that says what to do."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something outside the program is wrong: a file, an option, the machine.
+
+    The command line prints ``error: <message>`` and ``hint: <hint>`` and exits with status 1.
+    Library users catch it like any other exception; ``str(error)`` is the sentence.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class CheckpointError(UserError):
+    """A Hugging Face or TensorRT-LLM checkpoint cannot be used as it is."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is sound, but holds an architecture that this package does not build."""
+
+
+class EngineError(UserError):
+    """An engine folder cannot be loaded on this machine or by this version."""
