@@ -1,0 +1,140 @@
+"""The TensorRT-LLM checkpoint: a folder with config.json and one ``rank{N}.safetensors`` per rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trtllm_replayssm
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.plugins import PLUGIN_VERSION
+from trtllm_replayssm.replay import ReplayConfig
+
+#: ``architecture`` in config.json: the name under which TensorRT-LLM finds the model class.
+ARCHITECTURE = "ReplaySSMForCausalLM"
+#: Version of the checkpoint's layout (names, shapes, config keys).
+FORMAT_VERSION = 1
+#: Files of a Hugging Face folder that text input and output need; they travel through checkpoint and engine folder.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What config.json of a checkpoint says.
+
+    hf_architecture: ``architectures[0]`` of the source. dtype: of activations and of weights not kept in float32.
+    eos_token_ids: ids that end a text. num_tokens: ids at or above it are padding rows of the embedding and are never
+    sampled; None when the source does not tell. max_position_embeddings: as trained, None when the source does not tell.
+    """
+
+    hf_architecture: str
+    dtype: str
+    tp_size: int
+    decoder: HybridDecoder
+    replay: ReplayConfig
+    eos_token_ids: tuple[int, ...] = ()
+    num_tokens: int | None = None
+    max_position_embeddings: int | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def rank_decoder(self) -> HybridDecoder:
+        """The decoder as one rank sees it."""
+        return self.decoder.divided(self.tp_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json: TensorRT-LLM's usual keys, and everything of ours under ``replayssm``."""
+        decoder = self.decoder
+        attention = next((a for a in decoder.layers if isinstance(a, Attention | Mla)), None)
+        return {
+            "architecture": ARCHITECTURE,
+            "dtype": self.dtype,
+            "logits_dtype": "float32",
+            "vocab_size": decoder.vocab_size,
+            "hidden_size": decoder.hidden_size,
+            "num_hidden_layers": len(decoder.layers),
+            "num_attention_heads": attention.num_heads if attention else 0,
+            "num_key_value_heads": attention.num_kv_heads if isinstance(attention, Attention) else 1,
+            "head_size": attention.head_dim if isinstance(attention, Attention) else None,
+            "norm_epsilon": decoder.norm_epsilon,
+            "max_position_embeddings": self.max_position_embeddings,
+            "position_embedding_type": "learned_absolute",
+            "use_parallel_embedding": False,
+            "mapping": {"world_size": self.tp_size, "tp_size": self.tp_size, "pp_size": 1},
+            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+            "producer": {"name": "trtllm_replayssm", "version": trtllm_replayssm.__version__},
+            "replayssm": {
+                "format_version": FORMAT_VERSION,
+                "plugin_version": PLUGIN_VERSION,
+                "hf_architecture": self.hf_architecture,
+                "eos_token_ids": list(self.eos_token_ids),
+                "num_tokens": self.num_tokens,
+                "replay": self.replay.to_dict(),
+                "decoder": decoder.to_dict(),
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str) -> CheckpointConfig:
+        """The config that ``to_dict`` wrote. Raises CheckpointError when it is another program's or another version's."""
+        ours = data.get("replayssm")
+        if data.get("architecture") != ARCHITECTURE or not isinstance(ours, dict):
+            raise CheckpointError(
+                f"{where} is not a checkpoint of trtllm-replayssm",
+                "make one from a Hugging Face folder with: trtllm-replayssm convert",
+            )
+        if ours.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{where} has checkpoint format {ours.get('format_version')}, this version reads {FORMAT_VERSION}",
+                "convert the Hugging Face folder again",
+            )
+        try:
+            return cls(
+                hf_architecture=ours["hf_architecture"],
+                dtype=data["dtype"],
+                tp_size=data["mapping"]["tp_size"],
+                decoder=HybridDecoder.from_dict(ours["decoder"]),
+                replay=ReplayConfig(**ours["replay"]),
+                eos_token_ids=tuple(ours["eos_token_ids"]),
+                num_tokens=ours["num_tokens"],
+                max_position_embeddings=data["max_position_embeddings"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where} is damaged: {error!r}", "convert the Hugging Face folder again"
+            ) from None
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointConfig:
+        path = folder / "config.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist", "--checkpoint_dir must be a folder written by trtllm-replayssm convert"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{path} does not hold a JSON object")
+        return cls.from_dict(data, str(path))
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank}.safetensors"
