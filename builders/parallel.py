@@ -70,7 +70,7 @@ class Parameter:
             cut = segment.cut(rank, tp_size)
             parts.append(tensor.narrow(self.axis, start + cut.start, cut.stop - cut.start))
             start += segment.size
-        return torch.cat(parts, self.axis)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
     @property
     def elements(self) -> int:

@@ -19,13 +19,25 @@ class Source:
     """How one of our parameters is made from tensors of the checkpoint.
 
     names: tensors of the checkpoint, all of them required. make: from these tensors, in that order, to ours over all ranks;
-    None for the one tensor as it is. The result must have exactly the parameter's shape.
+    None for the one tensor as it is. The result must have exactly the parameter's shape. ``make`` is also run on meta
+    tensors, to check every shape before any data is read, so it may look at shapes only, never at values.
+    stacked: names form that many runs of equal length; ``make`` turns each run into one index of a new first axis. The runs
+    are read and written one after the other, so that fused experts never lie in memory as a whole.
     """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor] | None = None
+    stacked: int = 0
+
+    def runs(self) -> list[tuple[str, ...]]:
+        """The names that are read together."""
+        if not self.stacked:
+            return [self.names]
+        length = len(self.names) // self.stacked
+        return [self.names[i * length : (i + 1) * length] for i in range(self.stacked)]
 
     def build(self, tensors: list[Tensor]) -> Tensor:
+        """The parameter from the tensors of its one run, or one index of its first axis."""
         return tensors[0] if self.make is None else self.make(*tensors)
 
 
@@ -37,6 +49,11 @@ def stack_rows(*tensors: Tensor) -> Tensor:
 def rows(*names: str) -> Source:
     """A fused projection from separate ones, in that order."""
     return Source(names, stack_rows)
+
+
+def experts(*runs: tuple[str, ...]) -> Source:
+    """Fused experts ``[E, rows, width]`` from one run of names per expert: ``(gate, up)`` or ``(down,)``."""
+    return Source(tuple(name for run in runs for name in run), stack_rows, len(runs))
 
 
 def conv_taps(*names: str) -> Source:
