@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 import trtllm_replayssm
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
+from trtllm_replayssm.builders.safetensors_writer import DTYPE_NAMES
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.replay import ReplayConfig
@@ -57,6 +61,13 @@ class CheckpointConfig:
     def rank_decoder(self) -> HybridDecoder:
         """The decoder as one rank sees it."""
         return self.decoder.divided(self.tp_size)
+
+    def rank_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of every weight in one rank's file, by name."""
+        return {
+            name: (torch.float32 if parameter.float32 else self.torch_dtype, parameter.local_shape(self.tp_size))
+            for name, parameter in self.decoder.parameters(self.tp_size).items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """config.json: TensorRT-LLM's usual keys, and everything of ours under ``replayssm``."""
@@ -138,3 +149,35 @@ class CheckpointConfig:
 
 def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
+
+
+def load_rank(folder: Path, rank: int) -> dict[str, Tensor]:
+    """The weights of one rank by name, mapped from the file: nothing is read before it is used.
+
+    Raises CheckpointError when the folder's files are not exactly those of its config.json, or when a tensor is missing,
+    surplus, or of another dtype or shape than the config asks for.
+    """
+    config = CheckpointConfig.read(folder)
+    if not 0 <= rank < config.tp_size:
+        raise CheckpointError(f"{folder} has no rank {rank}: its tp_size is {config.tp_size}")
+    expected, found = {rank_file(r) for r in range(config.tp_size)}, {p.name for p in folder.glob("rank*.safetensors")}
+    if found != expected:
+        problem = "lacks " if expected - found else "holds, beyond what its config.json names, "
+        raise damaged(f"{folder} {problem}{', '.join(sorted(expected - found or found - expected))}")
+    path = folder / rank_file(rank)
+    entries = SafetensorsFile(path).entries
+    layout = config.rank_layout()
+    for name in sorted(layout.keys() ^ entries.keys()):
+        raise damaged(f"{path} {'lacks' if name in layout else 'holds an unknown tensor,'} {name}")
+    for name, (dtype, shape) in layout.items():
+        entry = entries[name]
+        if (entry.dtype, entry.shape) != (DTYPE_NAMES[dtype], shape):
+            raise damaged(
+                f"{path}: {name} is {entry.dtype} {list(entry.shape)}, but config.json asks for"
+                f" {DTYPE_NAMES[dtype]} {list(shape)}"
+            )
+    return load_file(path)
+
+
+def damaged(problem: str) -> CheckpointError:
+    return CheckpointError(problem, "convert the Hugging Face folder again")

@@ -25,6 +25,9 @@ HARMLESS = frozenset(
     use_mamba_kernels use_return_dict""".split()
 )
 
+#: Where wrappers of several modalities keep the config of their language model.
+TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+
 
 class HfConfig:
     """Strict access to one level of a config.json.
@@ -91,7 +94,8 @@ class HfConfig:
     def expect(self, key: str, *allowed: Any) -> None:
         """An absent key, or one of the values this package implements. Raises UnsupportedModelError otherwise."""
         value = self.get(key)
-        if value is not None and value not in allowed:
+        # True == 1 in Python, but not in a config.
+        if value is not None and not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
             choices = " or ".join(json.dumps(a) for a in allowed)
             raise UnsupportedModelError(
                 f"{self.where}: {key} is {json.dumps(value)}, which is not implemented", f"supported: {choices}"
@@ -128,10 +132,20 @@ def read_config(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=float_objects)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
+    return values
+
+
+def text_section(values: dict[str, Any]) -> dict[str, Any]:
+    """The level that describes the language model: a wrapper's text config, or the config itself."""
+    for key in TEXT_SECTIONS:
+        if isinstance(values.get(key), dict):
+            return values[key]
     return values
 
 

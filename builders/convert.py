@@ -1,0 +1,183 @@
+"""``convert``: a Hugging Face folder becomes a TensorRT-LLM checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.builders.accounting import account
+from trtllm_replayssm.builders.checkpoint import ARCHITECTURE, TOKENIZER_FILES, CheckpointConfig, rank_file
+from trtllm_replayssm.builders.families.base import Family, Source
+from trtllm_replayssm.builders.hf.folder import HfFolder
+from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
+from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.builders.safetensors_writer import SafetensorsWriter
+from trtllm_replayssm.builders.staging import check_output, check_space, staged_folder
+from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.replay import ReplayConfig
+
+logger = logging.getLogger(__name__)
+
+#: Called after each read with bytes read so far, bytes to read, and the name of the weight being written.
+Progress = Callable[[int, int, str], None]
+
+
+def convert(
+    model_dir: str | Path,
+    output_dir: str | Path,
+    dtype: str = "auto",
+    tp_size: int = 1,
+    replay: ReplayConfig | None = None,
+    progress: Progress = lambda done, total, name: None,
+    warn: Callable[[str], None] = logger.warning,
+) -> CheckpointConfig:
+    """Writes the checkpoint of ``model_dir`` to ``output_dir`` and returns its config.
+
+    dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the model's own; weights that a layer keeps in float32
+    stay so. tp_size: ranks of the tensor-parallel group. An earlier checkpoint at ``output_dir`` is replaced once the new
+    one is complete; on any failure it stays as it was. Peak memory is about the largest tensor and one rank's part of it.
+
+    Raises UserError, naming file and tensor, when the folder cannot be converted or the output cannot be written.
+    """
+    from trtllm_replayssm.builders.families.registry import find_family
+
+    source_dir, target = Path(model_dir), Path(output_dir)
+    check_folders(source_dir, target)
+    with HfFolder(source_dir, warn) as folder:
+        family = find_family(folder.config, folder.shapes)
+        return convert_family(folder, family, target, dtype, tp_size, replay or ReplayConfig(), progress, warn)
+
+
+def convert_family(
+    folder: HfFolder,
+    family: Family,
+    output_dir: Path,
+    dtype: str,
+    tp_size: int,
+    replay: ReplayConfig,
+    progress: Progress,
+    warn: Callable[[str], None],
+) -> CheckpointConfig:
+    """``convert`` for a folder that is open and a family that is known."""
+    if tp_size < 1:
+        raise UserError(f"tp_size is {tp_size}; it must be 1 or more")
+    decoder = family.decoder()
+    config = CheckpointConfig(
+        hf_architecture=next(iter(folder.config.get("architectures") or ()), type(family).architectures[0]),
+        dtype=model_dtype(folder, dtype),
+        tp_size=tp_size,
+        decoder=decoder,
+        replay=replay,
+        eos_token_ids=eos_token_ids(folder, decoder.vocab_size, warn),
+        num_tokens=num_tokens(folder, decoder.vocab_size),
+        max_position_embeddings=max_position_embeddings(folder),
+    )
+    # Refuses a tp_size that would tear heads or groups apart.
+    config.rank_decoder()
+    sources = account(folder, family, decoder, warn)
+    layout = config.rank_layout()
+    check_space(output_dir, tp_size * sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values()))
+    with staged_folder(output_dir) as staging:
+        write_ranks(folder, staging, config, sources, progress)
+        for name in TOKENIZER_FILES:
+            if (folder.path / name).is_file():
+                shutil.copyfile(folder.path / name, staging / name)
+        (staging / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+def check_folders(model_dir: Path, output_dir: Path) -> None:
+    """Raises UserError when the output would overwrite the source or something that is not a checkpoint of ours."""
+    source, target = model_dir.resolve(), output_dir.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        raise UserError(f"{output_dir} and {model_dir} lie inside one another", "choose another --output_dir")
+    check_output(output_dir, "--output_dir", is_checkpoint)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint of ours and nothing else, so that replacing it loses nothing."""
+    ours = {"config.json", *TOKENIZER_FILES}
+    names = [path.name for path in folder.iterdir()]
+    if not all(name in ours or re.fullmatch(r"rank\d+\.safetensors", name) for name in names):
+        return False
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("architecture") == ARCHITECTURE
+
+
+def write_ranks(
+    folder: HfFolder, staging: Path, config: CheckpointConfig, sources: dict[str, Source], progress: Progress
+) -> None:
+    """Every weight, made from its tensors and cut for every rank."""
+    tp_size, layout = config.tp_size, config.rank_layout()
+    parameters = config.decoder.parameters(tp_size)
+    total = sum(folder.entries[tensor].nbytes for name in parameters for tensor in sources[name].names)
+    done = 0
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(SafetensorsWriter(staging / rank_file(rank), layout)) for rank in range(tp_size)
+        ]
+        for name, parameter in parameters.items():
+            source, dtype = sources[name], layout[name][0]
+            piece = parameter_of_run(parameter, source)
+            for run in source.runs():
+                made = padded(source.build(list(read_run(folder, run, name, parameter, dtype))), piece.shape)
+                for rank, writer in enumerate(writers):
+                    writer.append(name, piece.shard(made, rank, tp_size))
+                done += sum(folder.entries[tensor].nbytes for tensor in run)
+                progress(done, total, name)
+
+
+def parameter_of_run(parameter: Parameter, source: Source) -> Parameter:
+    """The parameter, or one index of its first axis when the source is stacked."""
+    if not source.stacked:
+        return parameter
+    axis = None if parameter.axis is None else parameter.axis - 1
+    return replace(parameter, shape=parameter.shape[1:], axis=axis)
+
+
+def read_run(
+    folder: HfFolder, run: tuple[str, ...], name: str, parameter: Parameter, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The tensors of one run, their values checked."""
+    for tensor_name in run:
+        tensor = folder.tensor(tensor_name)
+        check_values(tensor_name, tensor, parameter, dtype)
+        if name.endswith(".A_log") and math.isinf(tensor.double().exp().to(torch.float32).max().item()):
+            raise CheckpointError(f"{tensor_name} holds values whose exponential is not finite", "the file is damaged")
+        yield tensor
+
+
+def check_values(name: str, tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> None:
+    """Raises CheckpointError for NaN, infinity, an all-zero weight, and values that ``dtype`` cannot hold."""
+    # One pass and no temporaries; NaN shows up in both ends.
+    low, high = (end.item() for end in torch.aminmax(tensor))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        kind = "NaN" if math.isnan(low) else "infinite values"
+        raise CheckpointError(f"{name} holds {kind}", "the file is damaged, or training had diverged")
+    if parameter.nonzero and low == high == 0:
+        raise CheckpointError(f"{name} is all zeros", "the file was written before its weights were filled in")
+    largest = max(-low, high)
+    if largest > torch.finfo(dtype).max:
+        short = str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} holds {largest:.3g}, which {short} cannot represent", "convert with --dtype bfloat16"
+        )
+
+
+def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor with zero rows behind it, where ranks need a vocabulary that they can share evenly."""
+    missing = shape[0] - tensor.shape[0] if tensor.dim() else 0
+    return torch.cat([tensor, tensor.new_zeros(missing, *shape[1:])]) if missing else tensor
