@@ -1,11 +1,12 @@
-"""What commands say while they work: log lines and progress bars on stderr, so that stdout holds results alone."""
+"""What commands say while they work: log lines and progress bars on stderr, results on stdout."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 #: Logger of the whole package; library users attach their own handlers to it.
@@ -79,3 +80,47 @@ def bar(what: str, total: float, unit: str) -> Iterator[Advance]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as shown:
         task = shown.add_task(what, total=total)
         yield lambda units: shown.advance(task, units)
+
+
+# ---- results on stdout -----------------------------------------------------------------------------------------------
+
+
+def print_line(text: str = "") -> None:
+    """One line of a result."""
+    sys.stdout.write(text + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A result as a table; columns that hold figures are aligned to the right. As wide as it needs when piped."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [tuple(row) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        figures = all(re.fullmatch(r"-?[\d.]+ ?\S*", row[i]) for row in rows)
+        table.add_column(column, justify="right" if figures else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 240, markup=False, highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
+
+
+def bytes_text(size: float) -> str:
+    """Bytes with a binary unit and three digits: ``135 MiB``."""
+    return scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def count_text(count: float) -> str:
+    """A count with a decimal unit: ``31.6 B``."""
+    return scaled(count, 1000, ("", "K", "M", "B", "T")).rstrip()
+
+
+def scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+    unit = 0
+    while value >= step and unit < len(units) - 1:
+        value, unit = value / step, unit + 1
+    digits = 0 if unit == 0 and value == int(value) else max(0, 2 - len(str(int(value))) + 1)
+    return f"{value:.{digits}f} {units[unit]}"

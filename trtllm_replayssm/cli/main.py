@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trtllm-replayssm",
         description=trtllm_replayssm.__doc__,
-        epilog="Exit status: 0 done, 1 the input or the machine is at fault, 2 wrong arguments, 3 a fault of the program.",
+        epilog="Exit status: 0 done, 1 input or machine at fault, 2 wrong arguments, 3 program at fault.",
     )
     parser.add_argument("--version", action="version", version=f"trtllm-replayssm {trtllm_replayssm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 from trtllm_replayssm.replay import Fold, ReplayConfig
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """The fields of ReplayConfig, with its defaults."""
+def add_replay_arguments(parser: argparse.ArgumentParser, overriding: bool = False) -> None:
+    """The fields of ReplayConfig. Absent options mean its defaults, or when overriding, what is stored."""
     defaults = ReplayConfig()
     group = parser.add_argument_group("ReplaySSM")
-    group.add_argument(
+
+    def add(name: str, default: Any, text: str, **kind: Any) -> None:
+        group.add_argument(name, default=None if overriding else default, help=text, **kind)
+
+    add(
         "--replay_window",
+        defaults.window,
+        "tokens of a request that wait in its ring before the recurrent state is rewritten, 1 to 64",
         type=int,
-        default=defaults.window,
-        help="tokens of a request that wait in its ring before the recurrent state is rewritten, 1 to 64",
     )
-    group.add_argument(
+    add(
         "--max_draft_len",
+        defaults.max_draft_len,
+        "most draft tokens that one step verifies, 0 to 15; 0 is plain decoding",
         type=int,
-        default=defaults.max_draft_len,
-        help="most draft tokens that one step verifies, 0 to 15; 0 is plain decoding",
     )
-    group.add_argument(
-        "--state_dtype", choices=FLOAT_DTYPES, default=defaults.state_dtype, help="dtype of the recurrent state"
-    )
-    group.add_argument(
+    add("--state_dtype", defaults.state_dtype, "dtype of the recurrent state", choices=FLOAT_DTYPES)
+    add(
         "--ring_dtype",
+        defaults.ring_dtype,
+        "dtype of the ring's activations; auto is the model's dtype, which loses nothing",
         choices=("auto", *FLOAT_DTYPES),
-        default=defaults.ring_dtype,
-        help="dtype of the ring's activations; auto is the model's dtype, which loses nothing",
     )
-    group.add_argument(
+    add(
         "--replay_fold",
+        defaults.fold,
+        "how a delta-rule layer moves its ring into its state: exact recomputes, derived adds up stored updates",
         choices=get_args(Fold),
-        default=defaults.fold,
-        help="how a delta-rule layer moves its ring into its state: exact recomputes, derived adds up stored updates",
     )
 
 
-def replay_config(args: argparse.Namespace) -> ReplayConfig:
-    """What the options of add_replay_arguments say. Raises UserError when they do not fit together."""
-    return ReplayConfig(args.replay_window, args.max_draft_len, args.state_dtype, args.ring_dtype, args.replay_fold)
+def replay_config(args: argparse.Namespace, base: ReplayConfig | None = None) -> ReplayConfig:
+    """What the options of add_replay_arguments say, over ``base``. Raises UserError when they do not fit together."""
+    options = {
+        "window": args.replay_window,
+        "max_draft_len": args.max_draft_len,
+        "state_dtype": args.state_dtype,
+        "ring_dtype": args.ring_dtype,
+        "fold": args.replay_fold,
+    }
+    return replace(base or ReplayConfig(), **{name: value for name, value in options.items() if value is not None})

@@ -1,0 +1,86 @@
+"""Shows the layers of a model, its parameters, and the bytes of state that a request needs.
+
+Reads a Hugging Face folder, a bare config.json, a checkpoint or an engine; tensors are not loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, replay_config
+from trtllm_replayssm.console import bytes_text, count_text, print_line, print_table
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.inspection import Report, Subject
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", type=Path, help="Hugging Face folder or config.json, checkpoint folder, or engine folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    stored = parser.add_argument_group("what if", "Without these, what is stored with the model counts.")
+    stored.add_argument("--dtype", choices=FLOAT_DTYPES, help="dtype of activations and weights")
+    stored.add_argument("--tp_size", type=int, help="ranks of the tensor-parallel group; bytes are those of one rank")
+    stored.add_argument("--max_seq_len", type=int, help="tokens of a request, for the size of its KV cache")
+    add_replay_arguments(parser, overriding=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from trtllm_replayssm.inspection import inspect_model
+    from trtllm_replayssm.subject import read_subject
+
+    report = inspect_model(overridden(read_subject(args.path), args))
+    if args.json:
+        print_line(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_report(report)
+    return 0
+
+
+def overridden(subject: Subject, args: argparse.Namespace) -> Subject:
+    """The subject with what the command line says instead."""
+    fields = {name: getattr(args, name) for name in ("dtype", "tp_size", "max_seq_len")}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return replace(subject, replay=replay_config(args, subject.replay), **given)
+
+
+def print_report(report: Report) -> None:
+    subject, replay = report.subject, report.subject.replay
+    rank = "" if subject.tp_size == 1 else f", one rank of {subject.tp_size}"
+    print_line(
+        f"{subject.source}: {subject.architecture}, {len(subject.decoder.layers)} residual branches, {subject.dtype}"
+    )
+    active = (
+        "" if report.active_parameters == report.parameters else f", {count_text(report.active_parameters)} per token"
+    )
+    print_line(f"parameters: {count_text(report.parameters)}{active}; weights{rank}: {bytes_text(report.weight_bytes)}")
+    print_line(
+        f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype},"
+        f" ring {replay.ring_dtype}, fold {replay.fold}"
+    )
+    rows = [
+        (
+            f"{g.count} x {g.kind}",
+            g.shape,
+            count_text(g.parameters),
+            *map(bytes_text, (g.weight_bytes, g.state_bytes, g.ring_bytes, g.conv_bytes, g.kv_bytes_per_token)),
+        )
+        for g in report.layers
+    ]
+    fields = ("weight_bytes", "state_bytes", "ring_bytes", "conv_bytes", "kv_bytes_per_token")
+    total = ("all layers", "", count_text(report.total("parameters")), *(bytes_text(report.total(f)) for f in fields))
+    columns = ("layers", "sizes", "parameters", "weights", "state", "ring", "conv", "KV / token")
+    print_table(f"Layers; state, ring and conv of one request{rank}", columns, [*rows, total])
+    print_line(
+        f"one request of {subject.max_seq_len} tokens: {bytes_text(report.request_bytes)},"
+        f" KV cache {bytes_text(report.kv_bytes)} of it"
+    )
+    if report.steps:
+        steps = [(s.step, bytes_text(s.ordinary), bytes_text(s.replay), f"{s.ratio:.2f} x") for s in report.steps]
+        columns = ("step", "ordinary", "ReplaySSM", "less by")
+        print_table(f"Recurrent bytes moved per request and step{rank}: a model, not a measurement", columns, steps)

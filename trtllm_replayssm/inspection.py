@@ -1,0 +1,252 @@
+"""What ``inspect`` reports of a model: layers, parameters, weight bytes, and the state of one request."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.traffic import RecurrentBytes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to report on, and the options it is stored with or is asked about.
+
+    source: what was read, e.g. ``Hugging Face config``. architecture: ``architectures[0]`` of the Hugging Face source.
+    """
+
+    source: str
+    architecture: str
+    decoder: HybridDecoder
+    replay: ReplayConfig
+    dtype: str
+    tp_size: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Equal residual branches. Parameters are over all ranks; bytes are of one rank, for all branches of the group.
+
+    active_parameters: without the experts that a token does not visit. kv_bytes_per_token: of one token of a request;
+    the other bytes are of one request.
+    """
+
+    kind: str
+    shape: str
+    count: int
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    state_bytes: int
+    ring_bytes: int
+    conv_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def state_bytes_per_layer(self) -> int:
+        return self.state_bytes // self.count
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Model of the recurrent bytes that one request moves per step on one rank: ordinary engine against ReplaySSM."""
+
+    step: str
+    ordinary: float
+    replay: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ordinary / self.replay
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that ``inspect`` prints. Sums are over ``layers``, embedding, head and MTP included in parameters."""
+
+    subject: Subject
+    layers: tuple[LayerGroup, ...]
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    kv_bytes: int
+    steps: tuple[StepBytes, ...]
+
+    def total(self, field: str) -> int:
+        """Sum of a byte field of LayerGroup."""
+        return sum(getattr(group, field) for group in self.layers)
+
+    @property
+    def request_bytes(self) -> int:
+        """State of one request of max_seq_len tokens."""
+        return self.total("state_bytes") + self.total("ring_bytes") + self.total("conv_bytes") + self.kv_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values; all sizes in bytes."""
+        subject = self.subject
+        per_request = {f: self.total(f) for f in ("state_bytes", "ring_bytes", "conv_bytes", "kv_bytes_per_token")}
+        return {
+            "source": subject.source,
+            "architecture": subject.architecture,
+            "dtype": subject.dtype,
+            "tp_size": subject.tp_size,
+            "max_seq_len": subject.max_seq_len,
+            "replay": subject.replay.to_dict(),
+            "layers": [
+                group.__dict__ | {"state_bytes_per_layer": group.state_bytes_per_layer} for group in self.layers
+            ],
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "weight_bytes": self.weight_bytes,
+            "request": per_request | {"kv_bytes": self.kv_bytes, "bytes": self.request_bytes},
+            "model_of_bytes_per_step": [step.__dict__ | {"ratio": step.ratio} for step in self.steps],
+        }
+
+
+def inspect_model(subject: Subject) -> Report:
+    """Measures a model from its description. Raises UserError when tp_size does not divide it."""
+    decoder = subject.decoder
+    decoder.divided(subject.tp_size)
+    groups = tuple(layer_group(subject, layer, count) for layer, count in Counter(decoder.layers).items())
+    everything = decoder.parameters(subject.tp_size).values()
+    parameters = sum(p.elements for p in decoder.parameters().values())
+    mtp = () if decoder.mtp is None else decoder.mtp.layers
+    idle = sum(idle_parameters(layer, decoder.hidden_size) for layer in (*decoder.layers, *mtp))
+    return Report(
+        subject=subject,
+        layers=groups,
+        parameters=parameters,
+        active_parameters=parameters - idle,
+        weight_bytes=sum(weight_bytes(p, subject) for p in everything),
+        kv_bytes=subject.max_seq_len * sum(group.kv_bytes_per_token for group in groups),
+        steps=step_bytes(subject),
+    )
+
+
+def layer_group(subject: Subject, layer: Layer, count: int) -> LayerGroup:
+    hidden = subject.decoder.hidden_size
+    own = [*layer.parameters(hidden).values(), subject.decoder.norm()]
+    elements = sum(p.elements for p in own)
+    pools = rank_pools(subject, layer)
+    return LayerGroup(
+        kind=layer.kind,
+        shape=describe(layer),
+        count=count,
+        parameters=count * elements,
+        active_parameters=count * (elements - idle_parameters(layer, hidden)),
+        weight_bytes=count * sum(weight_bytes(p, subject) for p in own),
+        state_bytes=count * kind_bytes(pools, "state"),
+        ring_bytes=count * kind_bytes(pools, "ring"),
+        conv_bytes=count * kind_bytes(pools, "conv"),
+        kv_bytes_per_token=count * kind_bytes(rank_pools(replace(subject, max_seq_len=1), layer, drafts=False), "kv"),
+    )
+
+
+def rank_pools(subject: Subject, layer: Layer, drafts: bool = True) -> list[Pool]:
+    """The layer's pools on one rank; without the room for drafts when only the cost of a token is asked."""
+    options = subject.replay if drafts else replace(subject.replay, max_draft_len=0)
+    state_options = StateOptions(options, getattr(torch, subject.dtype), subject.max_seq_len)
+    return list(layer.divided(subject.tp_size).pools(state_options).values())
+
+
+def kind_bytes(pools: list[Pool], kind: str) -> int:
+    """Bytes of one slot's data, without the padding to SLOT_ALIGNMENT."""
+    return sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in pools if pool.kind == kind)
+
+
+def weight_bytes(parameter: Parameter, subject: Subject) -> int:
+    itemsize = 4 if parameter.float32 else getattr(torch, subject.dtype).itemsize
+    return math.prod(parameter.local_shape(subject.tp_size)) * itemsize
+
+
+def idle_parameters(layer: Layer, hidden_size: int) -> int:
+    """Parameters of routed experts that one token does not visit."""
+    if not isinstance(layer, Moe):
+        return 0
+    named = layer.parameters(hidden_size).items()
+    experts = sum(parameter.elements for name, parameter in named if name.startswith("experts."))
+    return experts // layer.num_experts * (layer.num_experts - layer.top_k)
+
+
+def step_bytes(subject: Subject) -> tuple[StepBytes, ...]:
+    """Plain decode, and verify steps with all and with half of the tokens accepted."""
+    pools = [pool for layer in subject.decoder.layers for pool in rank_pools(subject, layer)]
+    size = RecurrentBytes.of(pools, subject.replay)
+    if not size.state:
+        return ()
+    rows = [StepBytes("decode, 1 token", size.standard(), size.steady(subject.replay))]
+    tokens = subject.replay.verify_tokens
+    for accepted in sorted({tokens, (tokens + 1) // 2}, reverse=True) if tokens > 1 else ():
+        name = f"verify, {tokens} tokens, {accepted} accepted"
+        rows.append(StepBytes(name, size.state_per_draft(tokens), size.steady(subject.replay, tokens, accepted)))
+    return tuple(rows)
+
+
+def describe(layer: Layer) -> str:
+    """The sizes of a layer in a few words."""
+    return " ".join(part for part in DESCRIPTIONS[type(layer)](layer) if part)
+
+
+def describe_mlp(layer: Any) -> tuple[str, ...]:
+    return (f"{layer.intermediate_size}", layer.activation, f"limit {layer.limit:g}" if layer.limit else "")
+
+
+def describe_moe(layer: Any) -> tuple[str, ...]:
+    return (
+        f"{layer.num_experts} experts, top {layer.top_k}, {layer.intermediate_size} {layer.activation}, {layer.router}",
+        f"latent {layer.latent_size}" if layer.latent_size else "",
+        f"limit {layer.limit:g}" if layer.limit else "",
+        f"+ shared {describe(layer.shared)}" if layer.shared else "",
+    )
+
+
+def describe_attention(layer: Any) -> tuple[str, ...]:
+    return (
+        f"{layer.num_heads}/{layer.num_kv_heads} heads x {layer.head_dim}",
+        f"rope {layer.rope.dim}" if layer.rope else "no rope",
+        "gated" if layer.output_gate else "",
+    )
+
+
+def describe_mla(layer: Any) -> tuple[str, ...]:
+    return (
+        f"{layer.num_heads} heads x ({layer.nope_dim}+{layer.rope_dim}), latent {layer.kv_rank}, v {layer.value_dim}",
+        f"q rank {layer.q_rank}" if layer.q_rank else "",
+        "rope" if layer.rope else "no rope",
+        f"gated per {layer.gate}" if layer.gate else "",
+    )
+
+
+DESCRIPTIONS: dict[type[Layer], Any] = {
+    Mamba2: lambda m: (
+        f"{m.num_heads} heads x {m.head_dim}, state {m.state_size}, {m.n_groups} groups, conv {m.conv_kernel}",
+    ),
+    GatedDelta: lambda m: (
+        f"{m.num_key_heads} k heads x {m.key_dim}, {m.num_value_heads} v heads x {m.value_dim}, conv {m.conv_kernel}",
+    ),
+    Kda: lambda m: (
+        f"{m.num_heads} heads x {m.head_dim}, conv {m.conv_kernel},",
+        "softplus gate" if m.lower_bound is None else f"gate above {m.lower_bound:g}",
+    ),
+    Attention: describe_attention,
+    Mla: describe_mla,
+    Mlp: describe_mlp,
+    Moe: describe_moe,
+}

@@ -1,0 +1,84 @@
+"""From a path to the model that lies there: a Hugging Face folder or config, a checkpoint, or an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.hf.config import read_config
+from trtllm_replayssm.builders.hf.folder import INDEX_FILE, SINGLE_FILE, HfFolder
+from trtllm_replayssm.console import LOGGER
+from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.inspection import Subject
+from trtllm_replayssm.replay import ReplayConfig
+
+#: Positions of the KV cache that a report assumes where neither engine nor user says.
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+def read_subject(path: Path) -> Subject:
+    """The model at ``path``: a folder with a config.json, or a config.json itself under any name.
+
+    Raises CheckpointError when there is none, and UnsupportedModelError for families that are not built.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", "give a model folder, a checkpoint, an engine or a config.json")
+    file = path / "config.json" if path.is_dir() else path
+    values = read_config(file)
+    if "pretrained_config" in values:
+        return engine_subject(values, str(file))
+    if "architecture" in values and "architectures" not in values:
+        return checkpoint_subject(CheckpointConfig.from_dict(values, str(file)))
+    return hugging_face_subject(path, values)
+
+
+def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> Subject:
+    return Subject(
+        source=source,
+        architecture=config.hf_architecture,
+        decoder=config.decoder,
+        replay=config.replay,
+        dtype=config.dtype,
+        tp_size=config.tp_size,
+        max_seq_len=DEFAULT_MAX_SEQ_LEN,
+    )
+
+
+def engine_subject(values: dict[str, Any], where: str) -> Subject:
+    subject = checkpoint_subject(CheckpointConfig.from_dict(values["pretrained_config"], where), "engine")
+    try:
+        return replace(subject, max_seq_len=int(values["build_config"]["max_seq_len"]))
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{where} does not say max_seq_len", "build the engine again") from None
+
+
+def hugging_face_subject(path: Path, values: dict[str, Any]) -> Subject:
+    """Tensor shapes decide where there are tensors; a bare config is taken at its word."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    source = "Hugging Face config"
+    if path.is_dir() and any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        with HfFolder(path, LOGGER.warning) as folder:
+            shapes, source = folder.shapes, "Hugging Face checkpoint"
+    family = find_family(values, shapes)
+    return Subject(
+        source=source,
+        architecture=str((values.get("architectures") or ["unknown"])[0]),
+        decoder=family.decoder(),
+        replay=ReplayConfig(),
+        dtype=config_dtype(values),
+        tp_size=1,
+        max_seq_len=DEFAULT_MAX_SEQ_LEN,
+    )
+
+
+def config_dtype(values: dict[str, Any]) -> str:
+    """dtype that a Hugging Face config or its text part names; bfloat16 where it does not."""
+    for level in (values, values.get("text_config")):
+        if isinstance(level, dict):
+            for key in ("dtype", "torch_dtype"):
+                if level.get(key) in ("float32", "bfloat16", "float16"):
+                    return str(level[key])
+    return "bfloat16"
