@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 #: Logger of the whole package; library users attach their own handlers to it.
 LOGGER = logging.getLogger("trtllm_replayssm")
@@ -47,39 +47,41 @@ def print_error(message: str, hint: str = "") -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-#: Reports that so many more units are done.
-Advance = Callable[[float], None]
+#: Called with the bytes done so far, the bytes to do, and what is at hand.
+ByteProgress = Callable[[int, int, str], None]
 
 
 @contextmanager
-def progress(what: str, total: float, unit: str = "") -> Iterator[Advance]:
-    """Shows how far ``what`` has come; yields a function that is called with the units done since the last call.
+def byte_progress(what: str) -> Iterator[ByteProgress]:
+    """Shows how far a long work over files has come; yields the function that is told.
 
-    A bar on a terminal; elsewhere one line at the end. Neither below log level info.
-    unit: ``bytes`` prints sizes as such, anything else is only a label.
+    A bar on a terminal, one line at the end elsewhere, neither when the log level is above info.
     """
-    if not LOGGER.isEnabledFor(logging.INFO) or not LOGGER.handlers:
-        yield lambda units: None
-    elif sys.stderr.isatty():
-        with bar(what, total, unit) as advance:
-            yield advance
-    else:
-        start = time.perf_counter()
-        yield lambda units: None
-        LOGGER.info("%s: %.1f s", what, time.perf_counter() - start)
+    if not (LOGGER.handlers and LOGGER.isEnabledFor(logging.INFO)):
+        yield lambda done, total, name: None
+        return
+    start = time.perf_counter()
+    with byte_bar(what) if sys.stderr.isatty() else nullcontext(lambda done, total, name: None) as report:
+        yield report
+    LOGGER.info("%s: done in %.1f s", what, time.perf_counter() - start)
 
 
 @contextmanager
-def bar(what: str, total: float, unit: str) -> Iterator[Advance]:
-    """A bar on the terminal behind stderr."""
+def byte_bar(what: str) -> Iterator[ByteProgress]:
+    """A bar on the terminal behind stderr, which goes away when the work is done."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    done = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), done, TextColumn("" if unit == "bytes" else unit))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda units: shown.advance(task, units)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(what, total=None, name="")
+        yield lambda done, total, name: shown.update(task, completed=done, total=total, name=name)
 
 
 # ---- results on stdout -----------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     from rich.table import Table
 
     rows = [tuple(row) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(columns))
     for i, column in enumerate(columns):
         figures = all(re.fullmatch(r"-?[\d.]+ ?\S*", row[i]) for row in rows)
         table.add_column(column, justify="right" if figures else "left")

@@ -89,6 +89,13 @@ class Report:
     kv_bytes: int
     steps: tuple[StepBytes, ...]
 
+    def kinds(self) -> dict[str, int]:
+        """Number of layers by kind."""
+        counts: Counter[str] = Counter()
+        for group in self.layers:
+            counts[group.kind] += group.count
+        return dict(counts)
+
     def total(self, field: str) -> int:
         """Sum of a byte field of LayerGroup."""
         return sum(getattr(group, field) for group in self.layers)

@@ -14,6 +14,7 @@ from trtllm_replayssm.console import LOGGER
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.inspection import Subject
 from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.engine_config import EngineConfig
 
 #: Positions of the KV cache that a report assumes where neither engine nor user says.
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -22,20 +23,22 @@ DEFAULT_MAX_SEQ_LEN = 8192
 def read_subject(path: Path) -> Subject:
     """The model at ``path``: a folder with a config.json, or a config.json itself under any name.
 
-    Raises CheckpointError when there is none, and UnsupportedModelError for families that are not built.
+    Raises CheckpointError or EngineError when there is none, UnsupportedModelError for families that are not built.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", "give a model folder, a checkpoint, an engine or a config.json")
     file = path / "config.json" if path.is_dir() else path
     values = read_config(file)
     if "pretrained_config" in values:
-        return engine_subject(values, str(file))
+        engine = EngineConfig.from_dict(values, str(file))
+        return replace(checkpoint_subject(engine.checkpoint, "engine"), max_seq_len=engine.max_seq_len)
     if "architecture" in values and "architectures" not in values:
         return checkpoint_subject(CheckpointConfig.from_dict(values, str(file)))
     return hugging_face_subject(path, values)
 
 
 def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> Subject:
+    """What a checkpoint's, or an engine's, config.json describes."""
     return Subject(
         source=source,
         architecture=config.hf_architecture,
@@ -45,14 +48,6 @@ def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> 
         tp_size=config.tp_size,
         max_seq_len=DEFAULT_MAX_SEQ_LEN,
     )
-
-
-def engine_subject(values: dict[str, Any], where: str) -> Subject:
-    subject = checkpoint_subject(CheckpointConfig.from_dict(values["pretrained_config"], where), "engine")
-    try:
-        return replace(subject, max_seq_len=int(values["build_config"]["max_seq_len"]))
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{where} does not say max_seq_len", "build the engine again") from None
 
 
 def hugging_face_subject(path: Path, values: dict[str, Any]) -> Subject:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, replay_config
+from trtllm_replayssm.console import LOGGER, byte_progress, bytes_text, print_table
 from trtllm_replayssm.errors import UserError
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.inspection import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="Hugging Face folder: config.json, *.safetensors")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write; must be absent or empty")
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="folder to write; an earlier checkpoint in it is replaced"
+    )
     parser.add_argument(
         "--dtype",
         choices=("auto", *FLOAT_DTYPES),
         default="auto",
-        help="dtype of activations and of weights that need not stay in float32; auto is what the config says",
+        help="dtype of activations and of weights that need not stay in float32; auto is the model's own",
     )
     parser.add_argument("--tp_size", type=int, default=1, help="ranks that share the model by tensor parallelism")
     parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages; only 1 is supported")
@@ -28,4 +35,29 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"pp_size is {args.pp_size}; pipeline parallelism is not supported", "divide the model with --tp_size"
         )
-    raise NotImplementedError
+    replay = replay_config(args)
+
+    from trtllm_replayssm.builders.convert import convert
+    from trtllm_replayssm.inspection import inspect_model
+    from trtllm_replayssm.subject import checkpoint_subject
+
+    with byte_progress(f"converting {args.model_dir}") as report:
+        config = convert(
+            args.model_dir, args.output_dir, args.dtype, args.tp_size, replay, progress=report, warn=LOGGER.warning
+        )
+    print_summary(args.output_dir, inspect_model(checkpoint_subject(config)))
+    return 0
+
+
+def print_summary(folder: Path, report: Report) -> None:
+    """What was written; ``inspect`` tells more."""
+    subject, replay = report.subject, report.subject.replay
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in report.kinds().items())
+    rows = [
+        ("model", f"{subject.architecture}: {kinds}"),
+        ("weights", f"{bytes_text(report.weight_bytes)} a rank, {subject.dtype}, {subject.tp_size} rank(s)"),
+        ("ReplaySSM", f"window {replay.window}, {replay.max_draft_len} drafts, state {replay.state_dtype}"),
+        ("recurrent state", f"{bytes_text(report.total('state_bytes'))} a request and rank"),
+        ("next", f"trtllm-replayssm build --checkpoint_dir {folder} --output_dir ENGINE_DIR"),
+    ]
+    print_table(f"checkpoint {folder}", ("", ""), rows)
