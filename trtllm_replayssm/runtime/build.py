@@ -1,0 +1,128 @@
+"""From a TensorRT-LLM checkpoint to an engine folder of the embedded flavour."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConfig, rank_file
+from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
+from trtllm_replayssm.builders.staging import check_output, check_space, staged_folder
+from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
+from trtllm_replayssm.runtime.rank_files import (
+    NO_FINGERPRINT,
+    RANK_FORMAT,
+    check_tensors,
+    data_bytes,
+    stamp,
+    write_rank,
+)
+
+log = logging.getLogger(__name__)
+
+#: Called with the bytes written so far, the bytes to write, and the name of the file at hand.
+Progress = Callable[[int, int, str], None]
+
+
+def build_engine(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    options: BuildOptions | None = None,
+    progress: Progress = lambda done, total, name: None,
+) -> EngineConfig:
+    """Write an engine folder: config.json, ``rank{N}.engine`` and the tokenizer's files; returns what config.json says.
+
+    The folder appears complete or not at all. An earlier engine in ``output_dir`` is replaced; anything else there is
+    refused. Memory stays small: weights are copied piece by piece.
+
+    Raises CheckpointError for a checkpoint that is not complete and sound, EngineError or UserError for options that
+    cannot work or an output folder that is in the way.
+    """
+    source, target = Path(checkpoint_dir), Path(output_dir)
+    config = engine_config(CheckpointConfig.read(source), options or BuildOptions())
+    files = checked_files(source, config.checkpoint)
+    if target.resolve() == source.resolve():
+        raise UserError(f"--output_dir and --checkpoint_dir are both {target}", "give the engine a folder of its own")
+    check_output(target, "--output_dir", is_engine)
+    check_space(target, sum(map(data_bytes, files)))
+    with staged_folder(target) as folder:
+        return write_engine(source, files, folder, config, progress)
+
+
+def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> EngineConfig:
+    """What the options mean for this checkpoint; fingerprint and sizes are still open."""
+    trained = checkpoint.max_position_embeddings
+    max_seq_len = options.max_seq_len or min(trained or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+    if trained is not None and max_seq_len > trained:
+        log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
+    return EngineConfig(
+        checkpoint=replace(checkpoint, replay=options.replay(checkpoint.replay)),
+        max_batch_size=options.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_num_tokens=options.max_num_tokens,
+        engine_flavour=options.engine_flavour,
+    )
+
+
+def checked_files(folder: Path, config: CheckpointConfig) -> list[SafetensorsFile]:
+    """The rank files. Raises CheckpointError unless they are exactly those that config.json describes."""
+    wanted, found = [rank_file(r) for r in range(config.tp_size)], {p.name for p in folder.glob("rank*.safetensors")}
+    for name in wanted:
+        if name not in found:
+            raise CheckpointError(f"{folder} lacks {name}; its config.json asks for {len(wanted)} rank files")
+    if surplus := sorted(found - set(wanted)):
+        raise CheckpointError(
+            f"{folder} holds {surplus[0]}, but its config.json says tp_size {config.tp_size}",
+            "convert the Hugging Face folder again, into an empty folder",
+        )
+    files, parameters = [SafetensorsFile(folder / name) for name in wanted], config.decoder.parameters(config.tp_size)
+    for file in files:
+        check_tensors(file, parameters, config.torch_dtype, config.tp_size)
+    return files
+
+
+def is_engine(folder: Path) -> bool:
+    """Whether the folder holds an engine that this program, of whatever version, has built."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "build_config" in data and "replayssm" in data
+
+
+def write_engine(
+    source: Path, files: list[SafetensorsFile], folder: Path, config: EngineConfig, progress: Progress
+) -> EngineConfig:
+    """Write all files of the engine into the empty ``folder``; returns the config with fingerprint and sizes."""
+    total, done = sum(map(data_bytes, files)), 0
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    targets = [folder / engine_file(rank) for rank in range(config.world_size)]
+    for rank, (file, target) in enumerate(zip(files, targets)):
+
+        def advanced(count: int, name: str = target.name) -> None:
+            nonlocal done
+            done += count
+            progress(done, total, name)
+
+        metadata = {
+            "format": RANK_FORMAT,
+            "rank": str(rank),
+            "world_size": str(config.world_size),
+            "fingerprint": NO_FINGERPRINT,
+        }
+        digest.update(write_rank(file, target, metadata, advanced).encode())
+    for target in targets:
+        stamp(target, digest.hexdigest())
+    sizes = tuple(target.stat().st_size for target in targets)
+    config = replace(config, fingerprint=digest.hexdigest(), rank_bytes=sizes)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return config

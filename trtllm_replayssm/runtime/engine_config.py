@@ -1,0 +1,210 @@
+"""What is decided when an engine is built, and config.json of an engine folder, which records it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trtllm_replayssm
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+from trtllm_replayssm.builders.layers.base import StateOptions
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
+from trtllm_replayssm.plugins import PLUGIN_VERSION
+from trtllm_replayssm.plugins.cursors import CURSOR_WORDS
+from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import ReplayConfig
+
+#: Version of the engine folder's layout.
+ENGINE_FORMAT = 1
+#: Longest sequence of an engine that was built without ``max_seq_len``: the trained maximum of hybrid models (often
+#: 262,144) would ask for a KV cache that few requests use.
+DEFAULT_MAX_SEQ_LEN = 4096
+REBUILD = "build the engine again with: trtllm-replayssm build"
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of ``build_engine``; the names are those of ``trtllm-build`` where it has them.
+
+    max_batch_size: requests that run at the same time, one slot of state each.
+    max_seq_len: most tokens of a request, prompt and output; None for the smaller of what the model was trained for and
+        DEFAULT_MAX_SEQ_LEN.
+    max_num_tokens: most tokens of all requests in one prefill step.
+    replay_window, max_draft_len, state_dtype, ring_dtype, replay_fold: instead of the checkpoint's (replay.ReplayConfig).
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int | None = None
+    max_num_tokens: int = 8192
+    engine_flavour: str = "embedded"
+    replay_window: int | None = None
+    max_draft_len: int | None = None
+    state_dtype: str | None = None
+    ring_dtype: str | None = None
+    replay_fold: str | None = None
+
+    def __post_init__(self) -> None:
+        check_flavour(self.engine_flavour)
+        for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be 1 or more")
+        if self.max_num_tokens < self.max_batch_size:
+            raise UserError(
+                f"max_num_tokens {self.max_num_tokens} is smaller than max_batch_size {self.max_batch_size}",
+                "a step takes at least one token of every request",
+            )
+
+    def replay(self, checkpoint: ReplayConfig) -> ReplayConfig:
+        """The checkpoint's options with those that were given here. Raises UserError when they do not fit together."""
+        given = {
+            "window": self.replay_window,
+            "max_draft_len": self.max_draft_len,
+            "state_dtype": self.state_dtype,
+            "ring_dtype": self.ring_dtype,
+            "fold": self.replay_fold,
+        }
+        return replace(checkpoint, **{name: value for name, value in given.items() if value is not None})
+
+
+def check_flavour(flavour: str) -> None:
+    """Raises EngineError for engines that this version neither builds nor loads."""
+    if flavour == "embedded":
+        return
+    if flavour == "tensorrt":
+        raise EngineError(
+            "engine flavour tensorrt is not in this version, which builds and loads the embedded flavour only",
+            "use --engine_flavour embedded",
+        )
+    raise EngineError(f"engine flavour {flavour!r} is not known", "use --engine_flavour embedded")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """config.json of an engine folder.
+
+    checkpoint: the model, with the ReplaySSM options that the build settled on. fingerprint: names this build in every
+    rank file. rank_bytes: sizes of the rank files. package_version, torch_version: of the program that built it.
+    """
+
+    checkpoint: CheckpointConfig
+    max_batch_size: int
+    max_seq_len: int
+    max_num_tokens: int
+    engine_flavour: str = "embedded"
+    fingerprint: str = ""
+    rank_bytes: tuple[int, ...] = ()
+    package_version: str = trtllm_replayssm.__version__
+    torch_version: str = torch.__version__
+
+    @property
+    def world_size(self) -> int:
+        return self.checkpoint.tp_size
+
+    @property
+    def replay(self) -> ReplayConfig:
+        return self.checkpoint.replay
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of one request in a prefill step.
+
+        It follows from the build alone: where a prompt is cut, its state is rounded to the state's dtype, so cutting it
+        differently next to other requests would change its output.
+        """
+        return self.max_num_tokens // self.max_batch_size
+
+    def decoder(self) -> HybridDecoder:
+        """The decoder of one rank."""
+        return self.checkpoint.rank_decoder()
+
+    def pools(self) -> dict[str, Pool]:
+        """State tensors of one rank by name, the cursors among them."""
+        options = StateOptions(self.replay, self.checkpoint.torch_dtype, self.max_seq_len)
+        return self.decoder().pools(options) | {"cursors": Pool((CURSOR_WORDS,), torch.int32, "cursor")}
+
+    def slot_bytes(self) -> int:
+        """Bytes of state of one request on one rank."""
+        return sum(pool.slot_bytes for pool in self.pools().values())
+
+    def build_config(self) -> dict[str, Any]:
+        return {
+            "max_batch_size": self.max_batch_size,
+            "max_seq_len": self.max_seq_len,
+            "max_num_tokens": self.max_num_tokens,
+            "max_beam_width": 1,
+            "max_draft_len": self.replay.max_draft_len,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.package_version,
+            "pretrained_config": self.checkpoint.to_dict(),
+            "build_config": self.build_config(),
+            "replayssm": {
+                "format_version": ENGINE_FORMAT,
+                "plugin_version": PLUGIN_VERSION,
+                "package_version": self.package_version,
+                "torch_version": self.torch_version,
+                "engine_flavour": self.engine_flavour,
+                "fingerprint": self.fingerprint,
+                "rank_bytes": list(self.rank_bytes),
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str) -> EngineConfig:
+        """The config that ``to_dict`` wrote. Raises EngineError for other programs' engines and other versions'."""
+        ours = data.get("replayssm")
+        if not isinstance(ours, dict) or "pretrained_config" not in data:
+            raise EngineError(
+                f"{where} does not describe an engine of trtllm-replayssm", "--engine_dir must be a folder of its build"
+            )
+        check_flavour(ours.get("engine_flavour", "missing"))
+        for name, wanted in (("format_version", ENGINE_FORMAT), ("plugin_version", PLUGIN_VERSION)):
+            if ours.get(name) != wanted:
+                built_by = ours.get("package_version")
+                raise EngineError(
+                    f"{where} has {name} {ours.get(name)} (built by version {built_by}); this version needs {wanted}",
+                    REBUILD,
+                )
+        try:
+            build = data["build_config"]
+            return cls(
+                checkpoint=CheckpointConfig.from_dict(data["pretrained_config"], where),
+                max_batch_size=build["max_batch_size"],
+                max_seq_len=build["max_seq_len"],
+                max_num_tokens=build["max_num_tokens"],
+                engine_flavour=ours["engine_flavour"],
+                fingerprint=ours["fingerprint"],
+                rank_bytes=tuple(ours["rank_bytes"]),
+                package_version=ours["package_version"],
+                torch_version=ours["torch_version"],
+            )
+        except (KeyError, TypeError, AttributeError, CheckpointError) as error:
+            raise EngineError(f"{where} is damaged: {error}", REBUILD) from None
+
+    @classmethod
+    def read(cls, folder: Path) -> EngineConfig:
+        """Raises EngineError when ``folder`` is not an engine folder that this version can load."""
+        path = folder / "config.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise EngineError(
+                f"{path} does not exist", "--engine_dir must be a folder written by: trtllm-replayssm build"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise EngineError(f"{path} cannot be read as JSON: {error}", REBUILD) from None
+        if not isinstance(data, dict):
+            raise EngineError(f"{path} does not hold a JSON object", REBUILD)
+        return cls.from_dict(data, str(path))
+
+
+def engine_file(rank: int) -> str:
+    return f"rank{rank}.engine"

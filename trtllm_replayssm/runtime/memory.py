@@ -1,0 +1,67 @@
+"""Memory of the machine: how much is free, and whether an engine fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from trtllm_replayssm.errors import EngineError
+
+#: Files in which Linux states a container's limit and use, newest scheme first.
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = [free for free in (system_available(), container_available()) if free is not None]
+    return min(limits, default=None)
+
+
+def system_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def container_available() -> int | None:
+    for limit, used in CGROUP_FILES:
+        try:
+            return int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+    return None
+
+
+def check_memory(device: torch.device, weights: int, slots: int, slot_bytes: int) -> None:
+    """Raises EngineError when weights (bytes) and the state of ``slots`` requests do not fit into the device's free memory."""
+    available, state = available_bytes(device), slots * slot_bytes
+    if available is None or weights + state <= available:
+        return
+    parts = (
+        f"{gigabytes(weights)} of weights and {gigabytes(state)} of state"
+        if weights
+        else f"{gigabytes(state)} of state"
+    )
+    if weights + slot_bytes > available:
+        hint = "use a larger machine, or more ranks: convert with a larger --tp_size"
+    else:
+        fitting = (available - weights) // slot_bytes
+        hint = f"build with --max_batch_size {fitting} or less, or with a smaller --max_seq_len"
+    raise EngineError(f"the engine needs {parts}, but {device} has {gigabytes(available)} free", hint)
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
