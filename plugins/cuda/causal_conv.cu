@@ -1,0 +1,71 @@
+// replayssm::causal_conv: depthwise convolution, bias and SiLU over a ring. Contract: plugins/causal_conv.py.
+//
+//     y[i] = silu(bias + sum_k weight[k] x[i - (KERNEL - 1) + k])
+//
+// A thread owns VECTOR channels of up to CHUNK tokens of a row. Threads of later chunks find the taps before their first
+// token in x; those of the first chunk find them in the ring, and being the only ones to read the ring also write it.
+//
+// Macros: ACT, WEIGHT (element types), CHANNELS, KERNEL, CONV_ROWS, SILU, BIAS (0 or 1), VECTOR, CHUNK.
+#include "scalars.cuh"
+#include "step.cuh"
+
+typedef vec<ACT, VECTOR> Channels;
+
+// A 0-tap convolution has no past; the array still needs a size.
+constexpr int PAST = KERNEL > 1 ? KERNEL - 1 : 1;
+
+extern "C" __global__ void __launch_bounds__(128)
+    causal_conv(const ACT* x, const WEIGHT* weight, const WEIGHT* bias, const int* step, const ACT* ring, int tokens,
+                int x_stride, int ring_stride, ACT* y, ACT* ring_out) {
+    const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
+    if (channel >= CHANNELS) return;
+    const int first = blockIdx.z * CHUNK, last = min(first + CHUNK, tokens);
+    const Row row = load_row(step, blockIdx.y, tokens);
+    const int valid = row.slot < 0 ? 0 : row.tokens;
+    const ACT* x_row = x + i64(blockIdx.y) * tokens * x_stride + channel;
+    ACT* y_row = y + i64(blockIdx.y) * tokens * CHANNELS + channel;
+    const i64 ring_slot = row.slot * ring_stride + channel;
+
+    float past[PAST][VECTOR], taps[KERNEL][VECTOR], shift[VECTOR];
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) {
+        shift[v] = BIAS ? to_float(bias[channel + v]) : 0.0f;
+#pragma unroll
+        for (int k = 0; k < KERNEL; ++k) taps[k][v] = to_float(weight[i64(channel + v) * KERNEL + k]);
+    }
+#pragma unroll
+    for (int k = 0; k < KERNEL - 1; ++k) {
+        const int token = first - (KERNEL - 1) + k, position = row.committed + token;
+        Channels loaded = {};
+        if (first < valid && position >= 0)
+            loaded = *reinterpret_cast<const Channels*>(token >= 0 ? x_row + i64(token) * x_stride
+                                                                   : ring + ring_slot + position % CONV_ROWS * CHANNELS);
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) past[k][v] = to_float(loaded.v[v]);
+    }
+    if (first == 0)
+        for (int i = max(0, valid - CONV_ROWS); i < valid; ++i)
+            *reinterpret_cast<Channels*>(ring_out + ring_slot + (row.committed + i) % CONV_ROWS * CHANNELS) =
+                *reinterpret_cast<const Channels*>(x_row + i64(i) * x_stride);
+
+#pragma unroll 4
+    for (int i = first; i < last; ++i) {
+        Channels out = {};
+        if (i < valid) {
+            const Channels loaded = *reinterpret_cast<const Channels*>(x_row + i64(i) * x_stride);
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                const float newest = to_float(loaded.v[v]);
+                float sum = shift[v];
+#pragma unroll
+                for (int k = 0; k < KERNEL - 1; ++k) {
+                    sum += taps[k][v] * past[k][v];
+                    past[k][v] = k + 1 < KERNEL - 1 ? past[k + 1][v] : newest;
+                }
+                sum += taps[KERNEL - 1][v] * newest;
+                out.v[v] = from_float<ACT>(SILU ? silu(sum) : sum);
+            }
+        }
+        *reinterpret_cast<Channels*>(y_row + i64(i) * CHANNELS) = out;
+    }
+}

@@ -1,0 +1,16 @@
+// Scalar functions of the gates, in float32.
+#pragma once
+#include "types.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// log(1 + e^x), which is x to float precision above 20.
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+}

@@ -1,0 +1,25 @@
+// A row's plan (plugins/cursors.py, Step) and what every recurrence derives from it.
+#pragma once
+#include "types.cuh"
+
+constexpr int STEP_WORDS = 8;
+
+struct Row {
+    i64 slot;       // -1 for a padding row
+    int committed;  // tokens that are final before the step
+    int folded;     // tokens that the checkpoint holds; 0: it must not be read
+    int fold_to;    // tokens that it holds after the step
+    int tokens;     // valid tokens of this step
+
+    __device__ int history() const { return committed - folded; }
+    __device__ bool folds() const { return fold_to > folded; }
+    __device__ bool absorbs() const { return fold_to > committed; }
+    // Entries of the sequence history, then tokens, that the checkpoint takes up in this step.
+    __device__ int fold_entries() const { return !folds() ? 0 : absorbs() ? history() + tokens : history(); }
+};
+
+__device__ __forceinline__ Row load_row(const int* step, int row, int max_tokens) {
+    const int4 head = *reinterpret_cast<const int4*>(step + i64(row) * STEP_WORDS);
+    const int query_len = step[i64(row) * STEP_WORDS + 4];
+    return {head.x, head.y, head.z, head.w, min(query_len, max_tokens)};
+}

@@ -1,0 +1,70 @@
+"""CUDA implementation of ``replayssm::causal_conv``; the contract is in plugins/causal_conv.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
+from trtllm_replayssm.plugins.driver import launch
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+
+BLOCK = 128
+#: Tokens of a row that one thread convolves; a longer prefill is divided among blocks.
+CHUNK = 32
+
+
+def launch_record(
+    a: CausalConvAttributes,
+    activation: torch.dtype,
+    weight: torch.dtype,
+    bias: bool,
+    rows: int,
+    tokens: int,
+    x_stride: int,
+    ring_stride: int,
+) -> Launch:
+    vector = vector_width(a.channels, x_stride, ring_stride, activation)
+    defines = (
+        ("ACT", CUDA_TYPES[activation]),
+        ("WEIGHT", CUDA_TYPES[weight]),
+        ("CHANNELS", a.channels),
+        ("KERNEL", a.kernel),
+        ("CONV_ROWS", a.conv_rows),
+        ("SILU", int(a.silu)),
+        ("BIAS", int(bias)),
+        ("VECTOR", vector),
+        ("CHUNK", CHUNK),
+    )
+    kernel = Kernel("causal_conv.cu", "causal_conv", BLOCK, defines)
+    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // CHUNK))
+    return Launch(kernel, grid, (tokens, x_stride, ring_stride))
+
+
+def vector_width(channels: int, x_stride: int, ring_stride: int, dtype: torch.dtype) -> int:
+    """Channels a thread moves at once: up to 8 bytes, as far as every row stays aligned to them."""
+    widest = 8 // dtype.itemsize
+    return next(w for w in (widest, widest // 2, 1) if channels % w == x_stride % w == ring_stride % w == 0)
+
+
+def causal_conv(
+    attributes: CausalConvAttributes, x: Tensor, weight: Tensor, bias: Tensor | None, step: Tensor, conv_ring: Tensor
+) -> Tensor:
+    """See plugins/reference/conv.py. ``x`` may be a slice of wider tokens."""
+    rows, tokens, channels = x.shape
+    y = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    strides = token_stride(x), slot_stride(conv_ring)
+    record = launch_record(attributes, x.dtype, weight.dtype, bias is not None, rows, tokens, *strides)
+    launch(record, (x, weight, bias, step, conv_ring), (y, conv_ring))
+    return y
+
+
+def variants() -> list[Kernel]:
+    """Channel counts of Nemotron-3 Nano and Super, Qwen3.5-35B and Kimi Linear."""
+    shapes = [(channels, dtype) for channels in (6144, 10240, 8192, 12288) for dtype in (torch.bfloat16, torch.float16)]
+    shapes.append((6144, torch.float32))
+    return [
+        launch_record(CausalConvAttributes(channels, 4, 3 + tokens), dtype, dtype, True, 1, tokens, channels, 0).kernel
+        for channels, dtype in shapes
+        for tokens in (1, 4)
+    ]

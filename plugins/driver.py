@@ -1,0 +1,44 @@
+"""Launches kernels on torch tensors, on torch's current stream, without waiting for the device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.compiler import architecture, checked, compile_kernel
+from trtllm_replayssm.plugins.launch import Kernel, Launch
+
+
+def launch(record: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
+    """Start ``record`` on the tensors' device. None stands for an optional input that is absent.
+
+    The first launch of a kernel on a device compiles and loads it; do one before a CUDA graph is captured.
+    """
+    from cuda.bindings import driver
+
+    device = outputs[0].device
+    with torch.cuda.device(device):
+        function = loaded_function(record.kernel, device.index or 0)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
+        values = (*addresses, *record.integers, *(tensor.data_ptr() for tensor in outputs))
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        types = (pointer,) * len(inputs) + (integer,) * len(record.integers) + (pointer,) * len(outputs)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        checked(
+            driver.cuLaunchKernel(function, *record.grid, record.kernel.block, 1, 1, 0, stream, (values, types), 0)
+        )
+
+
+@lru_cache(maxsize=None)
+def loaded_function(kernel: Kernel, device: int) -> Any:
+    """The driver's handle of a kernel, compiled and loaded into the primary context of ``device``."""
+    from cuda.bindings import driver
+
+    binary = compile_kernel(kernel, architecture(*torch.cuda.get_device_capability(device)))
+    module = checked(driver.cuModuleLoadData(binary.cubin))
+    return checked(driver.cuModuleGetFunction(module, kernel.symbol.encode()))

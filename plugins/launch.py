@@ -1,0 +1,62 @@
+"""What a kernel is and how it is launched: plain records, shared by the embedded engine and the TensorRT layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: Names of the element types in the kernels' sources.
+CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compile-time variant of a kernel.
+
+    source: file under ``plugins/cuda``. symbol: its ``extern "C"`` entry point. block: threads of a block.
+    defines: macros that fix shapes, element types and token range.
+    in_flight: bytes of state that a block keeps requested from memory; for reports.
+    """
+
+    source: str
+    symbol: str
+    block: int
+    defines: tuple[tuple[str, str | int | float], ...] = ()
+    in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything a step's launch needs but the addresses.
+
+    The parameters are, in order: the input addresses, ``integers`` as int32, the output addresses. A pool that the kernel
+    updates is both an input and an output, and is passed in both places. This is the order in which TensorRT's
+    ahead-of-time plugins pass them. Shared memory is static (48 KB at most) and no launch attribute is needed.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    integers: tuple[int, ...] = ()
+
+
+def slot_stride(pool: torch.Tensor) -> int:
+    """Elements from one slot of a pool to the next. The slot itself must be dense.
+
+    Raises ValueError otherwise.
+    """
+    if not pool[:1].is_contiguous():
+        raise ValueError(f"a pool's slot must be dense; its strides are {pool.stride()} for shape {tuple(pool.shape)}")
+    return pool.stride(0)
+
+
+def token_stride(x: torch.Tensor) -> int:
+    """Elements from one token of ``x [rows, T, channels]`` to the next, rows following without a gap.
+
+    Raises ValueError when the layout is another one.
+    """
+    rows, tokens, _ = x.shape
+    stride = x.stride(1) if tokens > 1 else x.stride(0)
+    if x.stride(2) != 1 or (rows > 1 and x.stride(0) != tokens * stride):
+        raise ValueError(f"tokens must lie behind each other; strides are {x.stride()} for shape {tuple(x.shape)}")
+    return stride

@@ -1,0 +1,138 @@
+"""Runs a plugin's CUDA implementation against its float64 reference on the same tensors.
+
+Everything that a kernel must not read holds NaN: rings outside their live rows, checkpoints with ``folded == 0``, padding
+tokens, slots of no row. Everything that it must not write is compared bit by bit afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.cursors import STEP_WORDS
+from trtllm_replayssm.plugins.pools import Pool
+
+#: Largest accepted relative error of a result that is rounded once to the dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One row of a step; the fields of plugins.cursors.Step."""
+
+    slot: int
+    committed: int
+    folded: int
+    fold_to: int
+    query_len: int
+
+    @property
+    def live(self) -> range:
+        """Positions in the ring."""
+        return range(self.folded, self.committed)
+
+
+def random_plans(rng: random.Random, rows: int, tokens: int, window: int, ring_rows: int) -> list[RowPlan]:
+    """Rows in random slots with every kind of history: empty, full, wrapped, without a checkpoint; some are padding."""
+    slots = rng.sample(range(rows + 3), rows)
+    return [random_plan(rng, slot, tokens, window, ring_rows) for slot in slots]
+
+
+def random_plan(rng: random.Random, slot: int, tokens: int, window: int, ring_rows: int) -> RowPlan:
+    if rng.random() < 0.1:
+        return RowPlan(-1, 0, 0, 0, 0)
+    longest = window if ring_rows > window else window - 1
+    history = rng.choice([0, longest, rng.randint(0, longest), rng.randint(0, longest)])
+    folded = rng.choice([0, rng.randint(1, 5000), rng.randint(1, 5000)])
+    committed = folded + history
+    query_len = rng.choice([tokens, rng.randint(1, tokens)])
+    mode = rng.choice(["append", "flush", "absorb"])
+    if mode == "absorb" or history + query_len > ring_rows:
+        return RowPlan(slot, committed, folded, committed + query_len, query_len)
+    return RowPlan(slot, committed, folded, committed if mode == "flush" else folded, query_len)
+
+
+def step_tensor(plans: list[RowPlan]) -> Tensor:
+    step = torch.zeros(len(plans), STEP_WORDS, dtype=torch.int32)
+    for row, p in enumerate(plans):
+        step[row, :5] = torch.tensor([p.slot, p.committed, p.folded, p.fold_to, p.query_len])
+    return step
+
+
+def poisoned_pools(
+    pools: Mapping[str, Pool], plans: list[RowPlan], slots: int, make: Callable[[str, tuple[int, ...]], Tensor]
+) -> dict[str, Tensor]:
+    """Pools on the CPU, NaN but for what the plans may read, which ``make(name, shape)`` provides."""
+    tensors = {}
+    for name, pool in pools.items():
+        tensor = pool.allocate(slots).fill_(float("nan"))
+        for plan in plans:
+            if plan.slot < 0:
+                continue
+            if pool.kind == "ring":
+                rows = [p % pool.shape[1] for p in plan.live]
+                tensor[plan.slot, :, rows] = make(name, (pool.shape[0], len(rows), *pool.shape[2:])).to(pool.dtype)
+            elif plan.folded:
+                tensor[plan.slot] = make(name, pool.shape).to(pool.dtype)
+        tensors[name] = tensor
+    return tensors
+
+
+def poison_padding(x: Tensor, plans: list[RowPlan]) -> Tensor:
+    """``x [rows, T, ...]`` with NaN in padding rows and tokens."""
+    for row, plan in enumerate(plans):
+        x[row, plan.query_len if plan.slot >= 0 else 0 :] = float("nan")
+    return x
+
+
+def widened(pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: pool.double() for name, pool in pools.items()}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """``|actual - expected| / |expected|``; infinite where one is finite and the other is not."""
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    if not torch.equal(actual.isnan(), expected.isnan()):
+        return float("inf")
+    difference = (actual - expected).nan_to_num(0.0).norm()
+    return float(difference / expected.nan_to_num(0.0).norm().clamp(min=1e-30))
+
+
+def to_device(pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the GPU that keep the padded slot strides."""
+    moved = {}
+    for name, pool in pools.items():
+        flat = torch.empty(pool.shape[0], pool.stride(0), dtype=pool.dtype, device="cuda")
+        moved[name] = flat[:, : pool[0].numel()].unflatten(1, pool.shape[1:])
+        moved[name].copy_(pool)
+    return moved
+
+
+def compare(
+    run_reference: Callable[[dict[str, Tensor]], Tensor],
+    run_device: Callable[[dict[str, Tensor]], Tensor],
+    pools: dict[str, Tensor],
+    tolerances: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Relative errors of ``y`` and of every pool after one step; asserts that each is within its tolerance.
+
+    Both run from copies of ``pools``: the reference in float64, the device in the pools' own dtypes.
+    tolerances: by name, where TOLERANCE of the dtype is not the right bound.
+    """
+    expected, actual = widened(pools), to_device(pools)
+    want = run_reference(expected)
+    got = run_device(actual)
+    torch.cuda.synchronize()
+    errors = {"y": relative_error(got, want)}
+    bounds = {"y": TOLERANCE[got.dtype]}
+    for name, pool in pools.items():
+        errors[name] = relative_error(actual[name], expected[name].to(pool.dtype))
+        bounds[name] = TOLERANCE[pool.dtype]
+    bounds |= tolerances or {}
+    wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
+    assert not wrong, f"errors {wrong} exceed {bounds}; all: {errors}"
+    return errors
