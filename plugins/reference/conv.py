@@ -8,6 +8,7 @@ from torch.nn.functional import silu
 
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import Step
+from trtllm_replayssm.plugins.reference.replay import keep
 
 
 def causal_conv(
@@ -17,22 +18,19 @@ def causal_conv(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     slots, committed, query_len = (step[:, c].long() for c in (Step.SLOT, Step.COMMITTED, Step.QUERY_LEN))
     live, length, rows = slots >= 0, x.shape[1], attributes.conv_rows
-    offsets = torch.arange(1 - attributes.kernel, 0, device=x.device)
-    past = committed[:, None] + offsets
-    window = conv_ring[slots.clamp(min=0)[:, None], past % rows].to(dtype)
-    window = torch.where((live[:, None] & (past >= 0))[..., None], window, torch.zeros_like(window))
-    padded = torch.cat([window, x.to(dtype)], 1)
-    taps = padded.unfold(1, attributes.kernel, 1)
-    y = (taps * weight.to(dtype)).sum(-1)
+    past = committed[:, None] + torch.arange(1 - attributes.kernel, 0, device=x.device)
+    window = keep(live[:, None] & (past >= 0), conv_ring[slots.clamp(min=0)[:, None], past % rows].to(dtype))
+    padded, taps = torch.cat([window, x.to(dtype)], 1), weight.to(dtype)
+    y = padded[:, :length] * taps[:, 0]
+    for i in range(1, attributes.kernel):
+        y.addcmul_(padded[:, i : i + length], taps[:, i])
     if bias is not None:
-        y = y + bias.to(dtype)
+        y += bias.to(dtype)
     if attributes.silu:
         y = silu(y)
+    tokens = torch.arange(length, device=x.device)
+    valid = live[:, None] & (tokens < query_len[:, None])
     # Of a long chunk only the last conv_rows tokens fit the ring; earlier ones would be overwritten anyway.
-    for i in range(length):
-        kept = live & (i < query_len) & (i + rows >= query_len)
-        conv_ring[slots[kept], (committed[kept] + i) % rows] = x[kept, i].to(conv_ring.dtype)
-    valid = live[:, None] & (torch.arange(length, device=x.device) < query_len[:, None])
-    return torch.where(valid[..., None], y, torch.zeros_like(y)).to(x.dtype)
-
-
+    row, token = (valid & (tokens + rows >= query_len[:, None])).nonzero(as_tuple=True)
+    conv_ring[slots[row], (committed[row] + token) % rows] = x[row, token].to(conv_ring.dtype)
+    return keep(valid, y).to(x.dtype)

@@ -11,7 +11,14 @@ from torch.nn.functional import softplus
 
 from trtllm_replayssm.plugins.gated_delta import L2_EPSILON, GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
-from trtllm_replayssm.plugins.reference.replay import Recurrence, Token, compute_dtype, replay_step
+from trtllm_replayssm.plugins.reference.replay import (
+    Recurrence,
+    Tokens,
+    add_outer,
+    compute_dtype,
+    matvec,
+    replay_step,
+)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -21,43 +28,44 @@ def l2_normalise(x: Tensor) -> Tensor:
 class DeltaRule(Recurrence):
     """``S = S exp(g); u = beta (v - S k); S = S + u k^T; o = S q``, with k and q normalised here.
 
-    With ``derived`` the ring's ``v`` row holds ``u``, so that replaying is a sum.
+    Key heads are shared by consecutive value heads. With ``derived`` the ring's ``v`` row holds ``u``, so that replaying
+    is a sum.
     """
 
     payload = ("k", "v", "g", "beta")
 
-    def __init__(self, value_heads_per_key_head: int, derived: bool) -> None:
-        self.ratio = value_heads_per_key_head
+    def __init__(self, derived: bool) -> None:
         self.derived = derived
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Per key head ``[rows, Hk, K]`` to per value head ``[rows, Hv, K]``."""
-        return l2_normalise(x).repeat_interleave(self.ratio, 1)
+    def prepare(self, tokens: Tokens, from_ring: bool) -> Tokens:
+        g = tokens["g"]
+        prepared = {
+            "k": l2_normalise(tokens["k"]),
+            "v": tokens["v"],
+            # One decay per key channel, or one for all of them.
+            "decay": (g if g.ndim == 4 else g[..., None]).exp()[..., None, :],
+        }
+        if not (from_ring and self.derived):
+            prepared["beta"] = tokens["beta"][..., None]
+        if not from_ring:
+            prepared["q"] = l2_normalise(tokens["q"]) * tokens["q"].shape[-1] ** -0.5
+        return prepared
 
-    def decay(self, state: Tensor, g: Tensor) -> Tensor:
-        per_channel = g if g.ndim == 3 else g[..., None]
-        return state * per_channel.exp()[..., None, :]
+    def update(self, state: Tensor, token: Tokens) -> Tokens:
+        state.mul_(token["decay"])
+        u = token["v"]
+        if "beta" in token:
+            u = token["beta"] * (u - matvec(state, token["k"]))
+        add_outer(state, u, token["k"])
+        return {"v": u} if self.derived else {}
 
-    def update(self, state: Tensor, token: Token) -> Tensor:
-        state, k = self.decay(state, token["g"]), self.spread(token["k"])
-        u = token["beta"][..., None] * (token["v"] - (state @ k[..., None])[..., 0])
-        if self.derived:
-            token["v"] = u
-        return state + u[..., None] * k[..., None, :]
-
-    def replay(self, state: Tensor, token: Token) -> Tensor:
-        if not self.derived:
-            return self.update(state, token)
-        return self.decay(state, token["g"]) + token["v"][..., None] * self.spread(token["k"])[..., None, :]
-
-    def read(self, state: Tensor, token: Token) -> Tensor:
-        q = self.spread(token["q"]) * state.shape[-1] ** -0.5
-        return (state @ q[..., None])[..., 0]
+    def read(self, state: Tensor, token: Tokens) -> Tensor:
+        return matvec(state, token["q"])
 
 
 def delta_rule_tokens(
     qkv: Tensor, key_heads: int, value_heads: int, key_dim: int, g: Tensor, beta: Tensor, dtype: torch.dtype
-) -> Token:
+) -> Tokens:
     """Tokens ``[rows, T, heads, ...]`` in ``dtype`` from the packed activations and the finished gates."""
     keys = key_heads * key_dim
     q, k, v = qkv.to(dtype).split([keys, keys, qkv.shape[-1] - 2 * keys], -1)
@@ -72,11 +80,11 @@ def delta_rule_tokens(
 
 def gated_delta_tokens(
     a: GatedDeltaAttributes, qkv: Tensor, decay: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, dtype: torch.dtype
-) -> tuple[DeltaRule, Token]:
+) -> tuple[DeltaRule, Tokens]:
     g = -A_log.to(dtype).exp() * softplus(decay.to(dtype) + dt_bias.to(dtype))
     beta = a.beta_scale * b.to(dtype).sigmoid()
     tokens = delta_rule_tokens(qkv, a.num_key_heads, a.num_value_heads, a.key_dim, g, beta, dtype)
-    return DeltaRule(a.num_value_heads // a.num_key_heads, a.derived_fold), tokens
+    return DeltaRule(a.derived_fold), tokens
 
 
 def gated_delta(
@@ -96,12 +104,12 @@ def gated_delta(
 
 def kda_tokens(
     a: KdaAttributes, qkv: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, dtype: torch.dtype
-) -> tuple[DeltaRule, Token]:
+) -> tuple[DeltaRule, Tokens]:
     logits = (f.to(dtype) + dt_bias.to(dtype)).unflatten(-1, (a.num_heads, a.key_dim))
     rate = A_log.to(dtype).exp()[:, None]
     g = -rate * softplus(logits) if a.lower_bound is None else a.lower_bound * (rate * logits).sigmoid()
     tokens = delta_rule_tokens(qkv, a.num_heads, a.num_heads, a.key_dim, g, b.to(dtype).sigmoid(), dtype)
-    return DeltaRule(1, a.derived_fold), tokens
+    return DeltaRule(a.derived_fold), tokens
 
 
 def kda(

@@ -7,25 +7,39 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
-from trtllm_replayssm.plugins.reference.replay import Recurrence, Token, compute_dtype, replay_step
+from trtllm_replayssm.plugins.reference.replay import (
+    Recurrence,
+    Tokens,
+    add_outer,
+    compute_dtype,
+    matvec,
+    replay_step,
+)
 
 
 class Mamba2Recurrence(Recurrence):
+    """``S = exp(A dt) S + dt x B^T; y = S C + D x`` with ``A = -exp(A_log)``; B and C are shared by a group's heads."""
+
     payload = ("x", "b", "dt")
 
-    def __init__(self, attributes: Mamba2Attributes, A_log: Tensor, D: Tensor) -> None:
-        self.heads_per_group = attributes.num_heads // attributes.n_groups
+    def __init__(self, A_log: Tensor, D: Tensor) -> None:
         self.A = -A_log.exp()
         self.D = D
 
-    def update(self, state: Tensor, token: Token) -> Tensor:
-        dt = token["dt"][..., None, None]
-        b = token["b"].repeat_interleave(self.heads_per_group, 1)
-        return (self.A[:, None, None] * dt).exp() * state + dt * token["x"][..., None] * b[..., None, :]
+    def prepare(self, tokens: Tokens, from_ring: bool) -> Tokens:
+        dt = tokens["dt"][..., None]
+        prepared = {"decay": (self.A[:, None, None] * dt[..., None]).exp(), "dt_x": dt * tokens["x"], "b": tokens["b"]}
+        return prepared if from_ring else prepared | {"c": tokens["c"]}
 
-    def read(self, state: Tensor, token: Token) -> Tensor:
-        c = token["c"].repeat_interleave(self.heads_per_group, 1)
-        return (state @ c[..., None])[..., 0] + self.D[:, None] * token["x"]
+    def update(self, state: Tensor, token: Tokens) -> Tokens:
+        add_outer(state.mul_(token["decay"]), token["dt_x"], token["b"])
+        return {}
+
+    def read(self, state: Tensor, token: Tokens) -> Tensor:
+        return matvec(state, token["c"])
+
+    def answer(self, reads: Tensor, tokens: Tokens) -> Tensor:
+        return reads + self.D[:, None] * tokens["x"]
 
 
 def mamba2(
@@ -46,7 +60,7 @@ def mamba2(
 
 def mamba2_tokens(
     a: Mamba2Attributes, xbc: Tensor, dt: Tensor, A_log: Tensor, dt_bias: Tensor, D: Tensor, dtype: torch.dtype
-) -> tuple[Mamba2Recurrence, Token]:
+) -> tuple[Mamba2Recurrence, Tokens]:
     """The recurrence and its tokens ``[rows, T, heads, ...]`` in ``dtype``."""
     inner, groups = a.num_heads * a.head_dim, a.n_groups * a.state_size
     x, b, c = xbc.to(dtype).split([inner, groups, groups], -1)
@@ -57,4 +71,4 @@ def mamba2_tokens(
         "c": c.unflatten(-1, (a.n_groups, a.state_size)),
         "dt": processed,
     }
-    return Mamba2Recurrence(a, A_log.to(dtype), D.to(dtype)), tokens
+    return Mamba2Recurrence(A_log.to(dtype), D.to(dtype)), tokens

@@ -9,28 +9,35 @@ from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import Step
 
-Token = dict[str, Tensor]
+#: Named entries of tokens: ``[rows, tokens, heads, ...]``, or ``[rows, heads, ...]`` for one token of each row.
+Tokens = dict[str, Tensor]
 
 
 class Recurrence(ABC):
-    """One recurrence over tokens. A token is a dict of tensors ``[rows, heads, ...]`` in the compute dtype.
+    """One recurrence over tokens, in the compute dtype.
 
-    ``payload`` names the entries of a token that a ring stores, each under the pool ``ring_<name>``.
+    ``payload`` names the entries of a token that a ring stores, each under the pool ``ring_<name>``. What does not depend
+    on the state is worked out for all tokens at once (``prepare``, ``answer``); ``update`` and ``read`` take one token.
+    A token whose payload is zero must leave the state as it is, which is how padding is skipped.
     """
 
     payload: tuple[str, ...]
 
     @abstractmethod
-    def update(self, state: Tensor, token: Token) -> Tensor:
-        """State ``[rows, heads, ...]`` after a new token; may add derived payload entries to the token."""
-
-    def replay(self, state: Tensor, token: Token) -> Tensor:
-        """State after a token that was read back from the ring."""
-        return self.update(state, token)
+    def prepare(self, tokens: Tokens, from_ring: bool) -> Tokens:
+        """What ``update`` and ``read`` need of ``tokens``; ``from_ring`` says that they are payload read back."""
 
     @abstractmethod
-    def read(self, state: Tensor, token: Token) -> Tensor:
-        """Output ``[rows, heads, value_dim]`` of a token, given the state after it."""
+    def update(self, state: Tensor, token: Tokens) -> Tokens:
+        """Advance ``state [rows, heads, value_dim, width]`` in place; returns payload entries that replace the token's."""
+
+    @abstractmethod
+    def read(self, state: Tensor, token: Tokens) -> Tensor:
+        """What the token reads from the state after it, ``[rows, heads, value_dim]``."""
+
+    def answer(self, reads: Tensor, tokens: Tokens) -> Tensor:
+        """The outputs, from all reads ``[rows, tokens, heads, value_dim]`` and the unprepared tokens."""
+        return reads
 
 
 def compute_dtype(state: Tensor) -> torch.dtype:
@@ -38,42 +45,65 @@ def compute_dtype(state: Tensor) -> torch.dtype:
     return torch.float64 if state.dtype == torch.float64 else torch.float32
 
 
-def rows_like(mask: Tensor, x: Tensor) -> Tensor:
-    """``mask [rows]`` shaped to broadcast over ``x [rows, ...]``."""
-    return mask.view(-1, *([1] * (x.ndim - 1)))
+def keep(mask: Tensor, x: Tensor) -> Tensor:
+    """``x`` where ``mask``, which covers its leading axes, and zero elsewhere, whatever stands there (also NaN)."""
+    mask = mask.view(*mask.shape, *([1] * (x.ndim - mask.ndim)))
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def matvec(state: Tensor, x: Tensor) -> Tensor:
+    """``S x`` per head: state ``[rows, H, V, K]``, x ``[rows, G, K]`` shared by ``H / G`` heads; ``[rows, H, V]``."""
+    rows, heads, values, width = state.shape
+    groups = x.shape[1]
+    stacked = state.view(rows, groups, heads // groups * values, width)
+    # A row vector times the transpose: several times faster on CPUs than a matrix times a column.
+    return (x[:, :, None] @ stacked.transpose(2, 3)).view(rows, heads, values)
+
+
+def add_outer(state: Tensor, u: Tensor, x: Tensor) -> None:
+    """``S += u x^T`` per head, in place: u ``[rows, H, V]``, x ``[rows, G, K]`` shared by ``H / G`` heads."""
+    grouped = (x.shape[1], -1)
+    state.unflatten(1, grouped).addcmul_(u.unflatten(1, grouped)[..., None], x[:, :, None, None])
 
 
 def load_state(state_pool: Tensor, slots: Tensor, folded: Tensor) -> Tensor:
-    """Checkpoints of ``slots``; zero, whatever the pool holds, where nothing was folded yet."""
+    """A contiguous copy of the checkpoints of ``slots``; zero, whatever the pool holds, where nothing was folded yet."""
     loaded = state_pool[slots.clamp(min=0)].to(compute_dtype(state_pool))
-    return torch.where(rows_like(folded > 0, loaded), loaded, torch.zeros((), dtype=loaded.dtype, device=loaded.device))
+    return keep(folded > 0, loaded).contiguous()
 
 
-def ring_token(recurrence: Recurrence, pools: dict[str, Tensor], slots: Tensor, position: Tensor, dtype: torch.dtype) -> Token:
-    """The ring's record of token ``position [rows]`` of each slot."""
-    token = {}
+def ring_tokens(
+    recurrence: Recurrence, pools: dict[str, Tensor], slots: Tensor, folded: Tensor, until: Tensor, dtype: torch.dtype
+) -> Tokens:
+    """The ring's record of tokens ``[folded, until)``; rows with fewer than the longest end in zeros."""
+    longest = int((until - folded).max()) if len(slots) else 0
+    position = folded[:, None] + torch.arange(longest, device=slots.device)
+    live, slot = position < until[:, None], slots.clamp(min=0)[:, None]
+    tokens = {}
     for name in recurrence.payload:
         pool = pools[f"ring_{name}"]
-        token[name] = pool[slots.clamp(min=0), :, position % pool.shape[2]].to(dtype)
-    return token
+        tokens[name] = keep(live, pool[slot, :, position % pool.shape[2]]).to(dtype)
+    return tokens
 
 
 def replay_history(
     recurrence: Recurrence, pools: dict[str, Tensor], slots: Tensor, folded: Tensor, until: Tensor
 ) -> Tensor:
-    """State after tokens ``[0, until)`` of each slot, from its checkpoint and its ring."""
+    """State ``[rows, heads, ...]`` after tokens ``[0, until)`` of each slot, from its checkpoint and its ring."""
     state = load_state(pools["state"], slots, folded)
-    longest = int((until - folded).max()) if len(slots) else 0
-    for j in range(longest):
-        position = folded + j
-        replayed = recurrence.replay(state, ring_token(recurrence, pools, slots, position, state.dtype))
-        state = torch.where(rows_like(position < until, state), replayed, state)
+    tokens = ring_tokens(recurrence, pools, slots, folded, until, state.dtype)
+    for token in each(recurrence.prepare(tokens, from_ring=True)):
+        recurrence.update(state, token)
     return state
 
 
-def replay_step(
-    recurrence: Recurrence, tokens: Token, step: Tensor, pools: dict[str, Tensor]
-) -> Tensor:
+def each(tokens: Tokens) -> list[Tokens]:
+    """``tokens`` one by one along their second axis."""
+    columns = [value.unbind(1) for value in tokens.values()]
+    return [dict(zip(tokens, column)) for column in zip(*columns)]
+
+
+def replay_step(recurrence: Recurrence, tokens: Tokens, step: Tensor, pools: dict[str, Tensor]) -> Tensor:
     """One step of every row: the contract of ``mamba2``, ``gated_delta`` and ``kda``.
 
     tokens: entries ``[rows, T, heads, ...]`` in the compute dtype.
@@ -85,28 +115,36 @@ def replay_step(
         step[:, column].long() for column in (Step.SLOT, Step.COMMITTED, Step.FOLDED, Step.FOLD_TO, Step.QUERY_LEN)
     )
     live = slots >= 0
-    state = replay_history(recurrence, pools, slots, folded, torch.where(live, committed, folded))
-    checkpoint = state
-    outputs = []
     length = next(iter(tokens.values())).shape[1]
-    for i in range(length):
-        token = {name: value[:, i] for name, value in tokens.items()}
-        valid = live & (i < query_len)
-        state = torch.where(rows_like(valid, state), recurrence.update(state, token), state)
-        output = recurrence.read(state, token)
-        outputs.append(torch.where(rows_like(valid, output), output, torch.zeros_like(output)))
-        # A row that absorbs folds its tokens at once, so nobody would read them from the ring.
-        append_token(recurrence, pools, token, slots, committed + i, valid & (fold_to <= committed))
-    checkpoint = torch.where(rows_like(fold_to > committed, state), state, checkpoint)
-    folds = live & (fold_to > folded)
-    pools["state"][slots[folds]] = checkpoint[folds].to(pools["state"].dtype)
-    return torch.stack(outputs, 1)
+    valid = live[:, None] & (torch.arange(length, device=step.device) < query_len[:, None])
+    tokens = {name: keep(valid, value) for name, value in tokens.items()}
+
+    state = replay_history(recurrence, pools, slots, folded, torch.where(live, committed, folded))
+    store_state(pools["state"], slots, state, live & (fold_to > folded) & (fold_to <= committed))
+    reads, derived = [], []
+    for token in each(recurrence.prepare(tokens, from_ring=False)):
+        derived.append(recurrence.update(state, token))
+        reads.append(recurrence.read(state, token))
+    store_state(pools["state"], slots, state, live & (fold_to > committed))
+
+    payload = {name: tokens[name] for name in recurrence.payload}
+    payload |= {name: torch.stack([token[name] for token in derived], 1) for name in derived[0]}
+    # A row that absorbs has folded its tokens, so nobody would read them from the ring.
+    append_tokens(payload, pools, slots, committed, valid & (fold_to <= committed)[:, None])
+    return keep(valid, recurrence.answer(torch.stack(reads, 1), tokens))
 
 
-def append_token(
-    recurrence: Recurrence, pools: dict[str, Tensor], token: Token, slots: Tensor, position: Tensor, where: Tensor
-) -> None:
-    """Store ``token`` at ``position [rows]`` in the rings of the rows selected by ``where``."""
-    for name in recurrence.payload:
+def store_state(state_pool: Tensor, slots: Tensor, state: Tensor, where: Tensor) -> None:
+    """Fold: write the ``state`` of the rows selected by ``where`` to the checkpoints of their slots."""
+    rows = where.nonzero(as_tuple=True)[0]
+    if len(rows):
+        state_pool[slots[rows]] = state[rows].to(state_pool.dtype)
+
+
+def append_tokens(payload: Tokens, pools: dict[str, Tensor], slots: Tensor, committed: Tensor, where: Tensor) -> None:
+    """Store the tokens selected by ``where [rows, T]`` at positions ``committed ...`` of the rings of their slots."""
+    rows, offsets = where.nonzero(as_tuple=True)
+    for name, value in payload.items():
         pool = pools[f"ring_{name}"]
-        pool[slots[where], :, position[where] % pool.shape[2]] = token[name][where].to(pool.dtype)
+        row = (committed[rows] + offsets) % pool.shape[2]
+        pool[slots[rows], :, row] = value[rows, offsets].to(pool.dtype)
