@@ -21,9 +21,7 @@ EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
 
 
-def account(
-    folder: HfFolder, family: Family, decoder: HybridDecoder, warn: Callable[[str], None]
-) -> dict[str, Source]:
+def account(folder: HfFolder, family: Family, decoder: HybridDecoder, warn: Callable[[str], None]) -> dict[str, Source]:
     """A source for every weight of the decoder, a tied head included.
 
     Raises CheckpointError when tensors are missing, left over, of a wrong shape, or not floating point.

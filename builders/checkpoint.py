@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.safetensors_writer import DTYPE_NAMES
-from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -25,6 +25,8 @@ from trtllm_replayssm.replay import ReplayConfig
 ARCHITECTURE = "ReplaySSMForCausalLM"
 #: Version of the checkpoint's layout (names, shapes, config keys).
 FORMAT_VERSION = 1
+#: dtypes that a checkpoint's activations and weights may have.
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
 #: Files of a Hugging Face folder that text input and output need; they travel through checkpoint and engine folder.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -116,7 +118,7 @@ class CheckpointConfig:
                 "convert the Hugging Face folder again",
             )
         try:
-            return cls(
+            config = cls(
                 hf_architecture=ours["hf_architecture"],
                 dtype=data["dtype"],
                 tp_size=data["mapping"]["tp_size"],
@@ -126,10 +128,14 @@ class CheckpointConfig:
                 num_tokens=ours["num_tokens"],
                 max_position_embeddings=data["max_position_embeddings"],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where} is damaged: {error!r}", "convert the Hugging Face folder again"
-            ) from None
+            if config.dtype not in MODEL_DTYPES:
+                raise ValueError(f"dtype {config.dtype!r}")
+            # Sizes of a wrong type, or that no checkpoint can have, show up here rather than while an engine is built.
+            config.rank_decoder()
+            config.rank_layout()
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, UserError) as error:
+            raise damaged(f"{where} is damaged: {error!r}") from None
+        return config
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointConfig:

@@ -22,7 +22,7 @@ from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.builders.safetensors_writer import SafetensorsWriter
-from trtllm_replayssm.builders.staging import check_output, check_space, staged_folder
+from trtllm_replayssm.builders.staging import check_output, check_space, real, staged_folder
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -98,7 +98,7 @@ def convert_family(
 
 def check_folders(model_dir: Path, output_dir: Path) -> None:
     """Raises UserError when the output would overwrite the source or something that is not a checkpoint of ours."""
-    source, target = model_dir.resolve(), output_dir.resolve()
+    source, target = real(model_dir), real(output_dir)
     if target.is_relative_to(source) or source.is_relative_to(target):
         raise UserError(f"{output_dir} and {model_dir} lie inside one another", "choose another --output_dir")
     check_output(output_dir, "--output_dir", is_checkpoint)
@@ -126,18 +126,28 @@ def write_ranks(
     total = sum(folder.entries[tensor].nbytes for name in parameters for tensor in sources[name].names)
     done = 0
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(SafetensorsWriter(staging / rank_file(rank), layout)) for rank in range(tp_size)
-        ]
+        writers = [stack.enter_context(SafetensorsWriter(staging / rank_file(rank), layout)) for rank in range(tp_size)]
         for name, parameter in parameters.items():
-            source, dtype = sources[name], layout[name][0]
-            piece = parameter_of_run(parameter, source)
+            source = sources[name]
             for run in source.runs():
-                made = padded(source.build(list(read_run(folder, run, name, parameter, dtype))), piece.shape)
-                for rank, writer in enumerate(writers):
-                    writer.append(name, piece.shard(made, rank, tp_size))
+                write_run(folder, writers, name, parameter, source, run)
                 done += sum(folder.entries[tensor].nbytes for tensor in run)
                 progress(done, total, name)
+
+
+def write_run(
+    folder: HfFolder,
+    writers: list[SafetensorsWriter],
+    name: str,
+    parameter: Parameter,
+    source: Source,
+    run: tuple[str, ...],
+) -> None:
+    """One run of a source into the files of all ranks. Its tensors are gone before the next run is read."""
+    piece = parameter_of_run(parameter, source)
+    made = padded(source.build(list(read_run(folder, run, name, parameter, writers[0].dtypes[name]))), piece.shape)
+    for rank, writer in enumerate(writers):
+        writer.append(name, piece.shard(made, rank, len(writers)))
 
 
 def parameter_of_run(parameter: Parameter, source: Source) -> Parameter:

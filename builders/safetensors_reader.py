@@ -113,7 +113,7 @@ class SafetensorsFile:
             integers = False
         if not integers:
             raise CheckpointError(f"{self.path} has a damaged header: the entry of {name} cannot be read")
-        if dtype not in DTYPE_BITS:
+        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
             raise CheckpointError(f"{self.path}: {name} has dtype {dtype!r}, which is not known")
         if math.prod(shape) == 0:
             raise CheckpointError(f"{self.path}: {name} is empty (shape {list(shape)})")

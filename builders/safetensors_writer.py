@@ -45,7 +45,7 @@ class SafetensorsWriter:
         if self.places[name] + tensor.numel() * dtype.itemsize > self.ends[name]:
             raise ValueError(f"{name} is given more elements than its shape holds")
         self.file.seek(self.data_start + self.places[name])
-        for block in tensor.reshape(-1).split(BLOCK_ELEMENTS):
+        for block in tensor.contiguous().view(-1).split(BLOCK_ELEMENTS):
             self.file.write(memoryview(block.to(dtype).view(torch.uint8).numpy()))
         self.places[name] += tensor.numel() * dtype.itemsize
 

@@ -11,20 +11,36 @@ from pathlib import Path
 
 from trtllm_replayssm.errors import UserError
 
+SPACE_HINT = "free some space, or choose a folder on another disk"
+
 
 def check_output(output_dir: Path, option: str, replaceable: Callable[[Path], bool]) -> None:
     """Raises UserError when ``output_dir`` holds something that must not be replaced.
 
     option: name of the command line option, for the hint. replaceable: whether a non-empty folder is an earlier output.
     """
-    if not output_dir.exists() and not output_dir.is_symlink():
-        return
-    if not output_dir.is_dir():
-        raise UserError(f"{output_dir} exists and is not a folder", f"choose another {option}")
-    if any(output_dir.iterdir()) and not replaceable(output_dir):
+    with output_errors(output_dir):
+        if not os.path.lexists(output_dir):
+            return
+        if not output_dir.is_dir():
+            raise UserError(f"{output_dir} exists and is not a folder", f"choose another {option}")
+        if any(output_dir.iterdir()) and not replaceable(output_dir):
+            raise UserError(
+                f"{output_dir} is not empty and holds something else than an earlier output of this command",
+                f"choose another {option}, or empty the folder",
+            )
+
+
+def check_space(output_dir: Path, needed: int) -> None:
+    """Raises UserError when the disk of ``output_dir`` has less than ``needed`` bytes left."""
+    folder = real(output_dir)
+    while not os.path.isdir(folder):
+        folder = folder.parent
+    with output_errors(output_dir):
+        free = shutil.disk_usage(folder).free
+    if free < needed:
         raise UserError(
-            f"{output_dir} is not empty and was not written by this program",
-            f"choose another {option}, or empty the folder",
+            f"{output_dir} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left", SPACE_HINT
         )
 
 
@@ -36,46 +52,63 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
     block become UserErrors that name the reason.
     """
     # A link to a folder stays a link: its target is replaced.
-    target = output_dir.resolve()
+    target = real(output_dir)
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    if os.path.ismount(target):
+        staging = target / staging.name
     previous = target.with_name(f".{target.name}.{os.getpid()}.old")
     try:
-        # Only a killed process of the same id can have left one.
-        shutil.rmtree(staging, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        yield staging
-        try:
-            if target.exists():
-                target.rename(previous)
-            staging.rename(target)
-        except BaseException:
-            if previous.exists() and not target.exists():
-                previous.rename(target)
-            raise
-    except OSError as error:
-        # The path of the staging folder is of no use to the reader: it is gone by then.
-        raise UserError(f"{output_dir} cannot be written: {error.strerror or error}", disk_hint(error)) from None
+        with output_errors(output_dir):
+            # Only a killed process of the same id can have left one.
+            shutil.rmtree(staging, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir()
+            yield staging
+            exchange(staging, target, previous)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)
 
 
-def disk_hint(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space, or choose a folder on another disk"
-    return "check the folder's permissions, or choose another one"
+def exchange(staging: Path, target: Path, previous: Path) -> None:
+    """Puts ``staging`` in the place of ``target``, which goes to ``previous``, or comes back when that fails."""
+    if staging.parent == target:
+        fill(staging, target)
+        return
+    try:
+        if target.exists():
+            target.rename(previous)
+        staging.rename(target)
+    except BaseException:
+        if previous.exists() and not target.exists():
+            previous.rename(target)
+        raise
 
 
-def check_space(output_dir: Path, needed: int) -> None:
-    """Raises UserError when the disk of ``output_dir`` has less than ``needed`` bytes left."""
-    folder = output_dir.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def fill(staging: Path, target: Path) -> None:
+    """Moves files into a mount point, which cannot be renamed; without config.json, no reader takes the mix for whole."""
+    (target / "config.json").unlink(missing_ok=True)
+    for path in target.iterdir():
+        if path != staging:
+            path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
+        path.rename(target / path.name)
+
+
+def real(path: Path) -> Path:
+    """The path without links; unlike Path.resolve it does not raise for links that form a ring."""
+    return Path(os.path.realpath(path))
+
+
+@contextmanager
+def output_errors(output_dir: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a UserError that names ``output_dir`` and the reason."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
-            f"{output_dir} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left",
-            "free some space, or choose a folder on another disk",
-        )
+            f"{output_dir} cannot be written: {error.strerror or error}",
+            SPACE_HINT if full else "check the folder's permissions, or choose another one",
+        ) from None

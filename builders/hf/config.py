@@ -95,7 +95,9 @@ class HfConfig:
         """An absent key, or one of the values this package implements. Raises UnsupportedModelError otherwise."""
         value = self.get(key)
         # True == 1 in Python, but not in a config.
-        if value is not None and not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+        if value is not None and not any(
+            value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed
+        ):
             choices = " or ".join(json.dumps(a) for a in allowed)
             raise UnsupportedModelError(
                 f"{self.where}: {key} is {json.dumps(value)}, which is not implemented", f"supported: {choices}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from torch import Tensor
 from trtllm_replayssm.builders.hf.config import read_config
 from trtllm_replayssm.builders.hf.refusals import refuse_layout, refuse_quantised
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile, TensorEntry, unique_keys
+from trtllm_replayssm.builders.staging import real
 from trtllm_replayssm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,20 +30,22 @@ class HfFolder:
     ``warn`` is called for files that lie in the folder and are not used.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None] = logger.warning) -> None:
         self.path, self.warn = path, warn
-        if path.is_file():
-            raise CheckpointError(f"{path} is a file", "--model_dir must be a folder with config.json and safetensors files")
-        if not path.is_dir():
+        if os.path.isfile(path):
+            raise CheckpointError(
+                f"{path} is a file", "--model_dir must be a folder with config.json and safetensors files"
+            )
+        if not os.path.isdir(path):
             raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json")
         refuse_layout(path)
         self.config = read_config(path / "config.json")
         refuse_quantised(path, self.config)
         single, index = path / SINGLE_FILE, path / INDEX_FILE
-        if index.exists() and not single.exists():
+        if os.path.exists(single):
+            self.files = [self.unindexed(index)]
+        elif os.path.exists(index):
             self.files = self.indexed(index)
-        elif single.exists():
-            self.files = self.unindexed(single, index)
         else:
             raise CheckpointError(
                 f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}",
@@ -70,17 +77,17 @@ class HfFolder:
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def unindexed(self, single: Path, index: Path) -> list[SafetensorsFile]:
+    def unindexed(self, index: Path) -> SafetensorsFile:
         """The one file. transformers prefers it to an index, so an index beside it describes another save."""
-        if index.exists() and set(self.weight_map(index).values()) != {SINGLE_FILE}:
+        if os.path.exists(index) and set(self.weight_map(index).values()) != {SINGLE_FILE}:
             self.warn(f"{index} describes other files than {SINGLE_FILE} and is ignored")
-        return [SafetensorsFile(self.inside(SINGLE_FILE))]
+        return SafetensorsFile(self.inside(SINGLE_FILE))
 
     def indexed(self, index: Path) -> list[SafetensorsFile]:
         """The shards that the index names, which must hold exactly the tensors that it says."""
         weight_map = self.weight_map(index)
         shards = {shard: self.inside(shard) for shard in sorted(set(weight_map.values()))}
-        missing = [shard for shard, path in shards.items() if not path.exists()]
+        missing = [shard for shard, path in shards.items() if not os.path.exists(path)]
         if missing:
             raise CheckpointError(
                 f"{self.path} lacks {len(missing)} of {len(shards)} shards: {listed(missing)}", "download them again"
@@ -98,7 +105,8 @@ class HfFolder:
         unlisted = sorted(set(owner) - set(weight_map))
         if unlisted:
             raise CheckpointError(
-                f"{index} does not list {len(unlisted)} tensors of the shards: {listed(unlisted)}", "download both again"
+                f"{index} does not list {len(unlisted)} tensors of the shards: {listed(unlisted)}",
+                "download both again",
             )
         return list(files.values())
 
@@ -122,10 +130,10 @@ class HfFolder:
         """The path of a shard, which must lie in the folder, or be a link into the cache that the folder belongs to."""
         if "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(f"{self.path / INDEX_FILE} names {shard!r}, which is not in the folder")
-        path, root = self.path / shard, self.path.resolve()
+        path, root = self.path / shard, real(self.path)
         # The hub's cache keeps snapshots/REVISION/FILE as links to blobs/HASH of the same repository.
         homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-        if not any(path.resolve().is_relative_to(home) for home in homes):
+        if not any(real(path).is_relative_to(home) for home in homes):
             raise CheckpointError(
                 f"{path} is a link that leaves the folder", "put the file itself into the folder, and convert again"
             )

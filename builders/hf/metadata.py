@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trtllm_replayssm.builders.checkpoint import MODEL_DTYPES
 from trtllm_replayssm.builders.hf.config import text_section
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.safetensors_reader import FLOAT_DTYPES
 from trtllm_replayssm.errors import CheckpointError
-
-#: Model dtypes that a checkpoint may have.
-MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def model_dtype(folder: HfFolder, asked: str) -> str:
@@ -55,10 +53,14 @@ def eos_token_ids(folder: HfFolder, vocab_size: int, warn: Callable[[str], None]
     )
     ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int for i in ids):
-        raise CheckpointError(f"{folder.path / where}: eos_token_id is {value!r}; expected an integer or a list of them")
+        raise CheckpointError(
+            f"{folder.path / where}: eos_token_id is {value!r}; expected an integer or a list of them"
+        )
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
-        warn(f"{folder.path / where}: eos_token_id {outside} is outside the vocabulary of {vocab_size} and never ends a text")
+        warn(
+            f"{folder.path / where}: eos_token_id {outside} is outside the vocabulary of {vocab_size} and never ends a text"
+        )
     return tuple(dict.fromkeys(i for i in ids if i not in outside))
 
 
