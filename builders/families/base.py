@@ -64,7 +64,8 @@ def conv_taps(*names: str) -> Source:
 class Family(ABC):
     """One model family, bound to the config of one checkpoint.
 
-    architectures: values of config.json ``architectures`` that this family reads.
+    architectures: values of config.json ``architectures`` that this family reads. notes: what a user should know of this
+    checkpoint, one sentence each; warnings, never errors.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -75,6 +76,7 @@ class Family(ABC):
         Raises UnsupportedModelError or CheckpointError with the key or tensor that is at fault.
         """
         self.config, self.tensor_shapes = config, tensor_shapes
+        self.notes: list[str] = []
 
     @abstractmethod
     def decoder(self) -> HybridDecoder:

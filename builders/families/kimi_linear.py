@@ -1,0 +1,144 @@
+"""Kimi-Linear: Kimi Delta Attention with the softplus gate, latent attention without position embedding, sigmoid MoE."""
+
+from __future__ import annotations
+
+from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch
+from trtllm_replayssm.builders.families.parts import kda_sources, mla_sources, sigmoid_moe_sources, swiglu_sources
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+
+#: Epsilon of the latent norm: a constant of the model's code, not rms_norm_eps.
+LATENT_EPSILON = 1e-6
+
+
+class KimiLinear(BlueprintFamily):
+    """Tensors ``model.layers.N.{self_attn, mlp, block_sparse_moe}.*``; no MTP."""
+
+    architectures = ("KimiLinearForCausalLM",)
+    aliases = {
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+        "num_local_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+    }
+
+    def read(self) -> Blueprint:
+        config = self.config
+        for key, value in {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mla_use_nope": True,
+            "q_lora_rank": None,
+            "moe_layer_freq": 1,
+            "moe_router_activation_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "use_grouped_topk": True,
+            "num_nextn_predict_layers": 0,
+        }.items():
+            config.expect(key, value)
+        # head_dim is meaningless here, and there is no RoPE to be scaled.
+        config.ignore("head_dim", "qk_head_dim", "model_max_length", "max_position_embeddings", "pretraining_tp")
+        config.ignore("rope_theta", "rope_scaling", "rope_parameters", "moe_router_dtype")
+        heads = config.positive("num_attention_heads")
+        if config.positive("num_key_value_heads", heads) != heads:
+            raise config.fail("num_key_value_heads", f"is not num_attention_heads, {heads}")
+        self.epsilon = config.number("rms_norm_eps")
+        dense = config.integer("first_k_dense_replace")
+        branches: list[Branch] = []
+        kinds = self.layer_types()
+        for i, kind in enumerate(kinds):
+            branches += self.block(f"model.layers.{i}.", kind, i >= dense)
+        self.check_saved(kinds, dense)
+        embedding = "model.embed_tokens.weight"
+        return Blueprint(
+            vocab_size=self.vocabulary(embedding),
+            hidden_size=config.positive("hidden_size"),
+            norm_epsilon=self.epsilon,
+            branches=tuple(branches),
+            embedding=embedding,
+            final_norm="model.norm.weight",
+            head="lm_head.weight",
+            tie_embeddings=self.tied("lm_head.weight"),
+        )
+
+    def layer_types(self) -> list[str]:
+        """Kind of every layer from the lists of linear_attn_config, which count from 1 and must cover every layer once."""
+        linear = self.config.section("linear_attn_config")
+        self.kda = Kda(
+            num_heads=linear.positive("num_heads"),
+            head_dim=linear.positive("head_dim"),
+            conv_kernel=linear.positive("short_conv_kernel_size"),
+            norm_epsilon=self.epsilon,
+            gate_rank=linear.positive("head_dim"),
+        )
+        lists = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
+        kinds: dict[int, str] = {}
+        listed = 0
+        for key, kind in lists.items():
+            numbers = linear.get(key, [])
+            if not isinstance(numbers, list):
+                raise linear.fail(key, f"is {numbers!r}; expected a list of layer numbers")
+            kinds |= dict.fromkeys(numbers, kind)
+            listed += len(numbers)
+        count = self.config.positive("num_hidden_layers")
+        if listed != count or set(kinds) != set(range(1, count + 1)):
+            raise linear.fail("kda_layers and full_attn_layers", f"must name each of the layers 1 to {count} once")
+        linear.finish()
+        return [kinds[number] for number in range(1, count + 1)]
+
+    def check_saved(self, kinds: list[str], dense: int) -> None:
+        """What a save by transformers states once more must agree with linear_attn_config."""
+        config = self.config
+        config.expect("layer_types", kinds)
+        config.expect("mlp_layer_types", ["dense"] * dense + ["sparse"] * (len(kinds) - dense))
+        config.expect("linear_head_dim", self.kda.head_dim)
+        config.expect("linear_num_heads", self.kda.num_heads)
+        config.expect("linear_conv_kernel_dim", self.kda.conv_kernel)
+
+    def block(self, prefix: str, kind: str, sparse: bool) -> tuple[Branch, Branch]:
+        attention = f"{prefix}self_attn."
+        if kind == "full_attention":
+            mla = self.mla()
+            mixer = Branch(f"{prefix}input_layernorm.weight", mla, mla_sources(attention, mla, "o_proj.weight"))
+        else:
+            sources = kda_sources(attention, self.kda, "o_proj.weight")
+            mixer = Branch(f"{prefix}input_layernorm.weight", self.kda, sources)
+        norm = f"{prefix}post_attention_layernorm.weight"
+        if sparse:
+            moe, names = self.moe(), ("w1", "w3", "w2")
+            sources = sigmoid_moe_sources(f"{prefix}block_sparse_moe.", moe, "e_score_correction_bias", names)
+            return mixer, Branch(norm, moe, sources)
+        # transformers writes dense layers under the name of the sparse ones.
+        gate = self.pick(f"{prefix}mlp.gate_proj.weight", f"{prefix}block_sparse_moe.gate_proj.weight")
+        mlp = Mlp(self.config.positive("intermediate_size"), "swiglu")
+        return mixer, Branch(norm, mlp, swiglu_sources(gate.removesuffix("gate_proj.weight")))
+
+    def mla(self) -> Mla:
+        config = self.config
+        return Mla(
+            num_heads=config.positive("num_attention_heads"),
+            kv_rank=config.positive("kv_lora_rank"),
+            nope_dim=config.positive("qk_nope_head_dim"),
+            rope_dim=config.positive("qk_rope_head_dim"),
+            value_dim=config.positive("v_head_dim"),
+            latent_epsilon=LATENT_EPSILON,
+        )
+
+    def moe(self) -> Moe:
+        config = self.config
+        shared, width = config.integer("num_shared_experts"), config.positive("moe_intermediate_size")
+        return Moe(
+            num_experts=config.positive("num_experts"),
+            top_k=config.positive("num_experts_per_token"),
+            intermediate_size=width,
+            activation="swiglu",
+            router="sigmoid",
+            normalise=config.flag("moe_renormalize"),
+            routed_scale=config.number("routed_scaling_factor"),
+            n_group=config.positive("num_expert_group"),
+            topk_group=config.positive("topk_group"),
+            shared=Mlp(shared * width, "swiglu") if shared else None,
+        )

@@ -1,0 +1,94 @@
+"""Sources of the layers that several families share: how their tensors are named and packed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trtllm_replayssm.builders.families.base import Source, conv_taps, experts, rows
+from trtllm_replayssm.builders.families.blueprint import Sources
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.moe import Moe
+
+
+def plain(prefix: str, names: dict[str, str]) -> Sources:
+    """Parameters that are one tensor as it is: ``names`` maps ours to theirs behind ``prefix``."""
+    return {ours: Source((prefix + theirs,)) for ours, theirs in names.items()}
+
+
+def mamba2_sources(prefix: str, layer: Mamba2) -> Sources:
+    """Mamba-2 of Nemotron-H and Mamba2: their in_proj has our rows z, x, B, C, dt."""
+    names = ("in_proj.weight", "A_log", "dt_bias", "D", "norm.weight", "out_proj.weight")
+    biases = ("in_proj.bias", "out_proj.bias") if layer.proj_bias else ()
+    conv_bias = ("conv1d.bias",) if layer.conv_bias else ()
+    sources = plain(prefix, {name: name for name in (*names, *biases, *conv_bias)})
+    return sources | {"conv1d.weight": conv_taps(f"{prefix}conv1d.weight")}
+
+
+def swiglu_sources(prefix: str) -> Sources:
+    return {
+        "up.weight": rows(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"),
+        "down.weight": Source((f"{prefix}down_proj.weight",)),
+    }
+
+
+def expert_sources(prefix: str, count: int, up: tuple[str, ...], down: str) -> Sources:
+    """Experts stored one by one: ``{prefix}{e}.{name}.weight``, fused here. up: names whose rows form ours."""
+    return {
+        "experts.up.weight": experts(*(tuple(f"{prefix}{e}.{name}.weight" for name in up) for e in range(count))),
+        "experts.down.weight": experts(*((f"{prefix}{e}.{down}.weight",) for e in range(count))),
+    }
+
+
+def with_prefix(prefix: str, sources: Sources) -> Sources:
+    """The same sources for parameters of a part of a layer, such as ``shared.``."""
+    return {prefix + name: source for name, source in sources.items()}
+
+
+def sigmoid_moe_sources(prefix: str, layer: Moe, bias: str, experts_of: tuple[str, str, str]) -> Sources:
+    """Kimi-Linear and Ling. bias: the correction bias. experts_of: names of an expert's gate, up and down matrices."""
+    gate, up, down = experts_of
+    sources = plain(prefix, {"router.weight": "gate.weight", "router.bias": f"gate.{bias}"})
+    sources |= expert_sources(f"{prefix}experts.", layer.num_experts, (gate, up), down)
+    return sources | (with_prefix("shared.", swiglu_sources(f"{prefix}shared_experts.")) if layer.shared else {})
+
+
+def kda_sources(prefix: str, layer: Kda, out: str) -> Sources:
+    """Kimi Delta Attention. out: tensor of the output projection behind ``prefix``."""
+    gates = ("f", "g") if layer.gate_rank is None else ("f_a", "f_b", "g_a", "g_b")
+    sources = plain(prefix, {f"{gate}.weight": f"{gate}_proj.weight" for gate in gates})
+    sources |= plain(prefix, {"b.weight": "b_proj.weight", "dt_bias": "dt_bias", "norm.weight": "o_norm.weight"})
+    return sources | {
+        "qkv.weight": rows(*(f"{prefix}{x}_proj.weight" for x in "qkv")),
+        "conv1d.weight": conv_taps(*(f"{prefix}{x}_conv1d.weight" for x in "qkv")),
+        # Stored [H] or [1, 1, H, 1].
+        "A_log": Source((f"{prefix}A_log",), lambda a_log: a_log.flatten()),
+        "out_proj.weight": Source((prefix + out,)),
+    }
+
+
+def mla_sources(prefix: str, layer: Mla, out: str) -> Sources:
+    """Multi-head latent attention, whose kv_b has per head the rows of k, then those of v."""
+    heads, nope = layer.num_heads, layer.nope_dim
+
+    def per_head(kv_b: Tensor) -> Tensor:
+        return kv_b.unflatten(0, (heads, nope + layer.value_dim))
+
+    kv_b = (f"{prefix}kv_b_proj.weight",)
+    names = {
+        "kv_a.weight": "kv_a_proj_with_mqa.weight",
+        "kv_a_norm.weight": "kv_a_layernorm.weight",
+        "dense.weight": out,
+    }
+    if layer.q_rank is None:
+        names["q.weight"] = "q_proj.weight"
+    else:
+        names |= {"q_a.weight": "q_a_proj.weight", "q_a_norm.weight": "q_a_layernorm.weight"}
+        names["q_b.weight"] = "q_b_proj.weight"
+    if layer.gate is not None:
+        names["gate.weight"] = "g_proj.weight"
+    return plain(prefix, names) | {
+        "k_up.weight": Source(kv_b, lambda w: per_head(w)[:, :nope].transpose(1, 2)),
+        "v_up.weight": Source(kv_b, lambda w: per_head(w)[:, nope:]),
+    }
