@@ -55,6 +55,8 @@ def convert(
     check_folders(source_dir, target)
     with HfFolder(source_dir, warn) as folder:
         family = find_family(folder.config, folder.shapes)
+        for note in family.notes:
+            warn(note)
         return convert_family(folder, family, target, dtype, tp_size, replay or ReplayConfig(), progress, warn)
 
 
