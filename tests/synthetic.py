@@ -99,11 +99,12 @@ def write_engine(
     return folder
 
 
-def load(folder: Path, **changes: int) -> Engine:
-    """The engine on the CPU; ``changes`` replace fields of its ReplayConfig, as another build would."""
-    engine = Engine.load(folder, device="cpu")
-    if not changes:
-        return engine
+def load(folder: Path) -> Engine:
+    return Engine.load(folder, device="cpu")
+
+
+def with_replay(engine: Engine, **changes: int | str) -> Engine:
+    """The same engine as a build with other ReplaySSM options would have made it."""
     checkpoint = engine.config.checkpoint
-    checkpoint = replace(checkpoint, replay=replace(checkpoint.replay, **changes))
-    return replace(engine, config=replace(engine.config, checkpoint=checkpoint))
+    replay = replace(checkpoint.replay, **changes)  # type: ignore[arg-type]
+    return replace(engine, config=replace(engine.config, checkpoint=replace(checkpoint, replay=replay)))

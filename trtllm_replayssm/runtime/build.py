@@ -61,8 +61,16 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
     max_seq_len = options.max_seq_len or min(trained or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if trained is not None and max_seq_len > trained:
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
+    replay = options.replay(checkpoint.replay)
+    step = options.max_batch_size * replay.verify_tokens
+    if options.max_num_tokens < step:
+        raise UserError(
+            f"max_num_tokens {options.max_num_tokens} is too small for a step of {options.max_batch_size} requests, "
+            f"which takes {step} tokens",
+            "raise --max_num_tokens, or lower --max_batch_size or --max_draft_len",
+        )
     return EngineConfig(
-        checkpoint=replace(checkpoint, replay=options.replay(checkpoint.replay)),
+        checkpoint=replace(checkpoint, replay=replay),
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=options.max_num_tokens,

@@ -54,15 +54,10 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
-        if self.max_num_tokens < self.max_batch_size:
-            raise UserError(
-                f"max_num_tokens {self.max_num_tokens} is smaller than max_batch_size {self.max_batch_size}",
-                "a step takes at least one token of every request",
-            )
 
     def replay(self, checkpoint: ReplayConfig) -> ReplayConfig:
         """The checkpoint's options with those that were given here. Raises UserError when they do not fit together."""
-        given = {
+        given: dict[str, Any] = {
             "window": self.replay_window,
             "max_draft_len": self.max_draft_len,
             "state_dtype": self.state_dtype,

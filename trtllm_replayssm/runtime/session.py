@@ -21,7 +21,7 @@ from trtllm_replayssm.plugins.reference.materialise import materialise
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.memory import check_memory
 from trtllm_replayssm.runtime.slot_state import SlotCursors, SlotState, layer_pools, recurrences
-from trtllm_replayssm.runtime.step_input import PerRow, StepInput, per_row
+from trtllm_replayssm.runtime.step_input import PerRow, StepInput
 
 
 class Session:
