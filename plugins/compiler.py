@@ -97,17 +97,21 @@ def cache_key(kernel: Kernel, options: tuple[str, ...]) -> str:
     """Everything that decides the machine code: the sources, the options and the compiler's version."""
     digest = hashlib.sha256()
     relevant = [option for option in options if not option.startswith("--include-path")]
-    for part in (kernel.source, *relevant, sources_digest(), nvrtc_version()):
+    for part in (*relevant, nvrtc_version()):
         digest.update(part.encode() + b"\0")
+    for name, text in sources(kernel.source).items():
+        digest.update(name.encode() + b"\0" + text)
     return digest.hexdigest()[:24]
 
 
-@lru_cache
-def sources_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(SOURCE_FOLDER.glob("*.cu*")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+def sources(name: str, found: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    """A source file and everything it includes, by name."""
+    found = {} if found is None else found
+    if name not in found:
+        found[name] = (SOURCE_FOLDER / name).read_bytes()
+        for included in re.findall(rb'^#include "(.+)"', found[name], re.MULTILINE):
+            sources(included.decode(), found)
+    return found
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,126 @@
+// Stage 2 of mamba2_step: what the sequence contributes beside the checkpoint.
+//
+// With a_j = A dt_j and c_j = a_0 + ... + a_j (zero at the checkpoint), token i at entry e = history + i reads
+//
+//     y_i = exp(c_e) S0 C_i + sum_{j <= e} M_ij x_j,   M_ij = exp(c_e - c_j) dt_j (B_j . C_i) + [j = e] D
+//
+// (Mamba-2, arXiv 2405.21060, section 6, with the checkpoint as the chunk's initial state). Exponents are differences of
+// prefix sums, so none is positive and nothing overflows.
+#pragma once
+#include "mamba2_load.cuh"
+#include "mma.cuh"
+
+// B_j . C_i of a group: tile n holds tokens g and g + 8, entries 8 n + 2 t and 8 n + 2 t + 1.
+struct GroupProducts {
+    Accumulator v[2 * ENTRY_BLOCKS];
+};
+
+// C of the step's tokens: tile n holds token 8 n + g. Serves as either operand.
+struct TokenC {
+    Pairs v[TOKEN_TILES][BLOCKS];
+
+    __device__ __forceinline__ void load(const Sequence& seq, int group, int lane) {
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            const ACT* row = seq.c(8 * n + lane / 4, group);
+#pragma unroll
+            for (int k = 0; k < BLOCKS; ++k) v[n][k] = load_pairs_or_zero(row, k, lane % 4);
+        }
+    }
+    // Keeps the compiler from widening C once and for all, which would cost two registers for each of these.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n)
+#pragma unroll
+            for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) asm volatile("" : "+r"(v[n][k].v[m]));
+    }
+};
+
+// Multiplies B with C and, where `append` says so, stores the tokens' B rows in the ring.
+__device__ __forceinline__ void group_products(GroupProducts& out, const Sequence& seq, const TokenC& c, int group, int lane,
+                                               bool append, ACT* ring_b_out) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < 2 * ENTRY_BLOCKS; ++n) {
+        out.v[n] = {};
+        if (8 * n >= seq.length) continue;
+        const int j = 8 * n + g;
+        const ACT* row = seq.b(j, group);
+        Pairs b[BLOCKS];
+#pragma unroll
+        for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs_or_zero(row, k, t);
+#pragma unroll
+        for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Pairs low = c.v[0][k], high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][k] : Pairs{0, 0, 0, 0};
+                const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
+                mma_16bit<ACT>(out.v[n], a, b[k].v[2 * half], b[k].v[2 * half + 1]);
+            }
+        if (append && row && seq.is_token(j)) {
+            ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
+#pragma unroll
+            for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
+        }
+    }
+}
+
+// A head's time steps and their prefix sums; lane l holds entries l + 32 b.
+struct Decays {
+    float dt[ENTRY_LANES], sum[ENTRY_LANES];
+    float rate;  // log2(e) A: 2^(rate * sum) decays from the checkpoint to an entry
+
+    __device__ __forceinline__ void compute(const HeadInputs& in, const Sequence& seq, int lane) {
+        rate = -LOG2_E * expf(in.A_log);
+        float carried = 0.0f;
+#pragma unroll
+        for (int b = 0; b < ENTRY_LANES; ++b) {
+            const int j = lane + 32 * b;
+            dt[b] = in.dt[b];
+            if (j >= seq.history && j < seq.length)
+                dt[b] = fminf(fmaxf(softplus(in.dt[b] + in.dt_bias), DT_MIN), DT_MAX);
+            float s = dt[b];
+#pragma unroll
+            for (int offset = 1; offset < 32; offset <<= 1) {
+                const float before = __shfl_up_sync(~0u, s, offset);
+                if (lane >= offset) s += before;
+            }
+            sum[b] = s + carried;
+            if (b + 1 < ENTRY_LANES) carried = __shfl_sync(~0u, sum[b], 31);
+        }
+    }
+    // Prefix sum at an entry that lanes may choose freely; entries outside the sequence give a value nobody uses.
+    __device__ __forceinline__ float sum_at(int j) const {
+        float found = __shfl_sync(~0u, sum[0], j & 31);
+#pragma unroll
+        for (int b = 1; b < ENTRY_LANES; ++b) {
+            const float other = __shfl_sync(~0u, sum[b], j & 31);
+            if (j >= 32 * b) found = other;
+        }
+        return found;
+    }
+    __device__ __forceinline__ float decay(float from, float to) const { return exp2f(rate * (to - from)); }
+};
+
+// x of 16 entries, transposed: part[s][half] holds state rows g (half 0) or g + 8, entries 16 b + 8 s + 2t and ... + 1.
+struct TransposedX {
+    u32 part[2][2];
+
+    __device__ __forceinline__ TransposedX(const uint2 (&x)[2]) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            part[s][0] = transpose_8x8(x[s].x);
+            part[s][1] = transpose_8x8(x[s].y);
+        }
+    }
+    // Operand of the 8 entries of half-block s, each multiplied by its weight.
+    __device__ __forceinline__ void operand(float (&a)[4], int s, float even, float odd) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            a[half] = even * half_to_float<ACT>(part[s][half], false);
+            a[2 + half] = odd * half_to_float<ACT>(part[s][half], true);
+        }
+    }
+};
