@@ -1,0 +1,93 @@
+"""Makes a model of the catalogue with random weights, and saves it as a Hugging Face folder with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS
+from trtllm_replayssm.errors import UserError
+
+
+def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
+    """Saves the model of ``MODELS[family]`` with new random weights, and a tokenizer; returns the transformers model.
+
+    Raises UserError when transformers is missing.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "the demo makes its model with transformers, which is not installed",
+            "pip install 'trtllm-replayssm[demo]'",
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    description = MODELS[family]
+    config = getattr(transformers, description.config_class)(**description.arguments)
+    model = getattr(transformers, description.model_class)._from_config(config, attn_implementation="eager").eval()
+    redraw(model, seed)
+    open_time_step(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+@torch.no_grad()
+def redraw(model: torch.nn.Module, seed: int) -> None:
+    """Gives every parameter a value that matters: initial values leave norms at 1 and biases at 0, where a mistake hides."""
+    generator = torch.Generator().manual_seed(seed)
+    correction = [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    zero_centred = {id(m.weight) for m in model.modules() if type(m).__name__ == "Qwen3NextRMSNorm"}
+    for name, parameter in [*model.named_parameters(), *correction]:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(drawn(name, noise, id(parameter) in zero_centred))
+
+
+def drawn(name: str, noise: Tensor, zero_centred: bool) -> Tensor:
+    """Standard normal ``noise`` brought to the range that trained weights of this name have."""
+    leaf = name.rpartition(".")[2]
+    if leaf == "A_log":
+        return 0.5 + 0.5 * noise
+    if leaf == "dt_bias":
+        return 0.8 * noise - 4.0
+    if leaf == "e_score_correction_bias":
+        return 0.05 * noise
+    if leaf == "D":
+        return 1.0 + 0.3 * noise
+    if "norm" in name:
+        return 0.2 * noise + (0.0 if zero_centred else 1.0)
+    if leaf == "bias":
+        return 0.1 * noise
+    if "conv" in name:
+        return 0.4 * noise
+    return noise if "embed" in name else noise / math.sqrt(noise.shape[-1])
+
+
+def open_time_step(model: torch.nn.Module) -> None:
+    """Undoes a floor of 0.001 under the time step.
+
+    transformers applies it in the scan of Nemotron-H, though neither its own one-token step nor the released models do.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.time_step_limit = (0.0, math.inf)  # type: ignore[assignment]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json of a tokenizer whose tokens are the bytes of UTF-8."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    names = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<pad>"}), encoding="utf-8")

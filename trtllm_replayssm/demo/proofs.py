@@ -1,0 +1,166 @@
+"""What the demo proves, each claim with the figure that was measured in this very run and the limit it is held to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.builders.convert import convert
+from trtllm_replayssm.console import LOGGER, bytes_text
+from trtllm_replayssm.demo.catalogue import MODELS
+from trtllm_replayssm.demo.models import make_checkpoint
+from trtllm_replayssm.demo.runs import Meter, Run, drafted, forced, greedy, interrupted
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
+from trtllm_replayssm.runtime.session import Session
+
+#: Largest difference of float32 logits (standard deviation about 1) that counts as equal.
+TOLERANCE = 1e-4
+PROMPTS = ("A state that nobody rewrites is a state that nobody has to copy.", "Replay!")
+INTRUDER = "Another request in the same slot."
+#: Decode steps of every run.
+STEPS = 64
+WINDOW, DRAFTS = 16, 3
+MAX_SEQ_LEN = 256
+
+
+@dataclass(frozen=True)
+class Proof:
+    """claim holds if measured does, which says it in figures."""
+
+    claim: str
+    measured: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Folders and runs of one demonstration."""
+
+    model: Any
+    engine_dir: Path
+    sessions: dict[int, Session]
+    prompts: tuple[Tensor, ...]
+
+    @classmethod
+    def prepare(cls, family: str, folder: Path) -> Demo:
+        """Makes the model, converts it and builds two engines: ReplaySSM's, and window 1, an ordinary decoder.
+
+        Raises UserError when transformers is missing or ``folder`` cannot be used.
+        """
+        model_dir, checkpoint_dir = folder / "model", folder / "checkpoint"
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty", "give the demo a new folder")
+        LOGGER.info("transformers makes %s: %s, with random weights", model_dir, MODELS[family].what)
+        model = make_checkpoint(family, model_dir)
+        LOGGER.info("trtllm-replayssm convert --model_dir %s --output_dir %s", model_dir, checkpoint_dir)
+        convert(model_dir, checkpoint_dir)
+        engines = {window: folder / f"engine_window_{window}" for window in (WINDOW, 1)}
+        for window, engine_dir in engines.items():
+            options = BuildOptions(
+                max_batch_size=len(PROMPTS),
+                max_seq_len=MAX_SEQ_LEN,
+                replay_window=window,
+                max_draft_len=DRAFTS if window > 1 else 0,
+            )
+            LOGGER.info(
+                "trtllm-replayssm build --checkpoint_dir %s --output_dir %s --max_batch_size %d --max_seq_len %d"
+                " --replay_window %d --max_draft_len %d",
+                *(checkpoint_dir, engine_dir, options.max_batch_size, MAX_SEQ_LEN, window, options.max_draft_len),
+            )
+            build_engine(checkpoint_dir, engine_dir, options)
+        prompts = tuple(encoded(engines[WINDOW], text) for text in PROMPTS)
+        return cls(model, engines[WINDOW], {w: Session(Engine.load(e)) for w, e in engines.items()}, prompts)
+
+    def prove(self) -> Iterator[Proof]:
+        """The proofs, one after the other."""
+        session, ordinary = self.sessions[WINDOW], self.sessions[1]
+        plain_meter, ordinary_meter = Meter(session), Meter(ordinary)
+        plain = greedy(session, plain_meter, self.prompts, STEPS)
+        reference = self.reference(plain)
+        std = f"logits have a standard deviation of {float(reference.std()):.2f}"
+        yield equal(f"prefill and {STEPS} decode steps equal transformers ({std})", plain.logits, reference)
+        same = int((plain.logits.argmax(-1) == reference.argmax(-1)).sum())
+        count = reference[..., 0].numel()
+        yield Proof("transformers would have chosen the same tokens", f"{same} of {count}", same == count)
+        chunked = forced(session, Meter(session), self.prompts, plain.tokens, chunk=5)
+        yield equal("prompts cut into chunks of 5 tokens change nothing", chunked.logits, plain.logits)
+
+        verify_meter = Meter(session)
+        verified, rejected, offered = drafted(session, verify_meter, self.prompts, plain.tokens)
+        what = f"verify steps with {rejected} of {offered} drafts rejected equal the run without drafts"
+        yield equal(what, verified.logits, plain.logits, and_also=0 < rejected < offered)
+        moved = interrupted(session, Meter(session), self.prompts, plain.tokens, encoded(self.engine_dir, INTRUDER))
+        yield equal(
+            "requests preempted halfway and resumed in each other's slot go on unchanged", moved.logits, plain.logits
+        )
+
+        every_step = forced(ordinary, ordinary_meter, self.prompts, plain.tokens)
+        yield equal("an engine that rewrites the state at every step says the same", every_step.logits, plain.logits)
+        yield from traffic(plain_meter, ordinary_meter, verify_meter)
+
+    @torch.no_grad()
+    def reference(self, run: Run) -> Tensor:
+        """transformers' logits for the same tokens, one uncached pass a request."""
+        rows = []
+        for prompt, tokens in zip(self.prompts, run.tokens):
+            logits = self.model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0]
+            rows.append(logits[len(prompt) - 1 :].float())
+        return torch.stack(rows)
+
+
+def traffic(plain: Meter, ordinary: Meter, verify: Meter) -> Iterator[Proof]:
+    """What the steps moved. Bytes are counted from the cursors before and after every step, and from the pools' sizes."""
+    meters = (plain, ordinary, verify)
+    unexplained = sum(meter.unexplained for meter in meters)
+    steps = sum(meter.steps for meter in meters)
+    yield Proof(
+        "a checkpoint changes in memory exactly when its cursor says so",
+        f"{unexplained} exceptions in {steps} steps",
+        unexplained == 0,
+    )
+    yield Proof(
+        "state rewrites of a request, ordinary and with ReplaySSM",
+        f"{ordinary.rewrites} and {plain.rewrites} in {plain.steps} decode steps, {verify.rewrites} in {verify.steps} verify steps",
+        plain.rewrites * WINDOW <= plain.steps and ordinary.rewrites == ordinary.steps,
+    )
+    before, after = ordinary.moved / ordinary.steps, plain.moved / plain.steps
+    yield Proof(
+        "recurrent bytes that a decode step moves, ordinary and with ReplaySSM",
+        f"{bytes_text(before)} and {bytes_text(after)}: {before / after:.2f} times fewer",
+        after < before,
+    )
+    snapshots, replay = verify.size.state_per_draft(1 + DRAFTS), verify.moved / verify.steps
+    yield Proof(
+        f"recurrent bytes of a verify step of {1 + DRAFTS} tokens, with a state saved for each (by formula) and with ReplaySSM",
+        f"{bytes_text(snapshots)} and {bytes_text(replay)}: {snapshots / replay:.2f} times fewer",
+        replay < snapshots,
+    )
+
+
+def equal(claim: str, got: Tensor, want: Tensor, and_also: bool = True) -> Proof:
+    """Holds if the largest difference stays within TOLERANCE; NaN never does."""
+    difference = float((got - want).abs().max())
+    return Proof(
+        claim, f"largest difference {difference:.1e}, limit {TOLERANCE:.0e}", difference <= TOLERANCE and and_also
+    )
+
+
+def encoded(folder: Path, text: str) -> Tensor:
+    """Token ids ``[n]`` by the folder's tokenizer."""
+    from tokenizers import Tokenizer
+
+    return torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+def run_demo(family: str, folder: Path) -> tuple[list[Proof], float]:
+    """All proofs for ``MODELS[family]``, with its files under ``folder``, and the seconds they took."""
+    start = time.perf_counter()
+    proofs = list(Demo.prepare(family, folder).prove())
+    return proofs, time.perf_counter() - start
