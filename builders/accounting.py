@@ -107,9 +107,13 @@ def check_leftovers(
 
 def check_tied_head(folder: HfFolder, name: str, embedding: Source) -> None:
     """Raises CheckpointError when a tied model brings a head that is not its embedding."""
-    same_shape = folder.entries[name].shape == folder.entries[embedding.names[0]].shape
-    if not same_shape or not torch.equal(folder.tensor(name), folder.tensor(embedding.names[0])):
+    first = embedding.names[0]
+    alike = (folder.entries[name].dtype, folder.entries[name].shape) == (
+        folder.entries[first].dtype,
+        folder.entries[first].shape,
+    )
+    if not alike or not torch.equal(folder.tensor(name), folder.tensor(first)):
         raise CheckpointError(
-            f"config.json ties the head to the embedding, but {name} differs from {embedding.names[0]}",
+            f"config.json ties the head to the embedding, but {name} differs from {first}",
             "set tie_word_embeddings to what the model was trained with",
         )

@@ -17,6 +17,7 @@ from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.safetensors_writer import DTYPE_NAMES
+from trtllm_replayssm.builders.typed import check_types
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.replay import ReplayConfig
@@ -128,11 +129,13 @@ class CheckpointConfig:
                 num_tokens=ours["num_tokens"],
                 max_position_embeddings=data["max_position_embeddings"],
             )
-            if config.dtype not in MODEL_DTYPES:
-                raise ValueError(f"dtype {config.dtype!r}")
-            # Sizes of a wrong type, or that no checkpoint can have, show up here rather than while an engine is built.
+            # Values that no checkpoint can have show up here rather than while an engine is built.
+            check_types(config)
+            if config.dtype not in MODEL_DTYPES or config.tp_size < 1:
+                raise ValueError(f"dtype {config.dtype}, tp_size {config.tp_size}")
             config.rank_decoder()
-            config.rank_layout()
+            if any(size < 1 for _, shape in config.rank_layout().values() for size in shape):
+                raise ValueError("a weight would be empty")
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, UserError) as error:
             raise damaged(f"{where} is damaged: {error!r}") from None
         return config

@@ -18,6 +18,7 @@ from torch import Tensor
 from trtllm_replayssm.builders.accounting import account
 from trtllm_replayssm.builders.checkpoint import ARCHITECTURE, TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.families.base import Family, Source
+from trtllm_replayssm.builders.families.registry import find_family
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
 from trtllm_replayssm.builders.parallel import Parameter
@@ -49,8 +50,6 @@ def convert(
 
     Raises UserError, naming file and tensor, when the folder cannot be converted or the output cannot be written.
     """
-    from trtllm_replayssm.builders.families.registry import find_family
-
     source_dir, target = Path(model_dir), Path(output_dir)
     check_folders(source_dir, target)
     with HfFolder(source_dir, warn) as folder:

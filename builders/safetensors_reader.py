@@ -132,7 +132,7 @@ class SafetensorsFile:
                 "use the BF16 checkpoint",
             )
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-        view, done = memoryview(buffer.numpy()), 0
+        view, done = buffer.numpy().data, 0
         try:
             if self.descriptor is None:
                 self.descriptor = os.open(self.path, os.O_RDONLY)

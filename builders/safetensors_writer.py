@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class SafetensorsWriter:
         self.dtypes = {name: dtype for name, (dtype, _) in tensors.items()}
         self.places: dict[str, int] = {}
         self.ends: dict[str, int] = {}
-        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
             end = offset + math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
@@ -46,7 +48,7 @@ class SafetensorsWriter:
             raise ValueError(f"{name} is given more elements than its shape holds")
         self.file.seek(self.data_start + self.places[name])
         for block in tensor.contiguous().view(-1).split(BLOCK_ELEMENTS):
-            self.file.write(memoryview(block.to(dtype).view(torch.uint8).numpy()))
+            self.file.write(block.to(dtype).view(torch.uint8).numpy().data)
         self.places[name] += tensor.numel() * dtype.itemsize
 
     def close(self) -> None:

@@ -105,9 +105,11 @@ def checkpoint(tmp_path: Path, pristine: dict[str, bytes]) -> Path:
 def refused(folder: Path, *parts: str, rank: int = 0) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_rank(folder, rank)
-    assert "\n" not in str(caught.value)
+    # Folders of tests are named after them, and would satisfy many a part.
+    message = str(caught.value).replace(str(folder), "")
+    assert "\n" not in message
     for part in parts:
-        assert part in str(caught.value)
+        assert part in message
 
 
 def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -189,26 +191,33 @@ def test_tensors_that_do_not_fit_the_config(checkpoint: Path, change: Callable, 
         (lambda data: data.update(architecture="LlamaForCausalLM"), "not a checkpoint of trtllm-replayssm"),
         (lambda data: data.pop("replayssm"), "not a checkpoint of trtllm-replayssm"),
         (lambda data: data["replayssm"].update(format_version=99), "format 99"),
-        (lambda data: data.pop("dtype"), "damaged"),
-        (lambda data: data.update(dtype="int8"), "damaged"),
-        (lambda data: data.update(mapping=None), "damaged"),
-        (lambda data: data["mapping"].update(tp_size="2"), "damaged"),
-        (lambda data: data["mapping"].update(tp_size=0), "damaged"),
-        (lambda data: data["mapping"].update(tp_size=3), "damaged"),
-        (lambda data: data["replayssm"].pop("decoder"), "damaged"),
-        (lambda data: data["replayssm"]["decoder"].update(layers=3), "damaged"),
-        (lambda data: data["replayssm"]["decoder"].update(hidden_size="32"), "damaged"),
-        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(kind="mamba9"), "damaged"),
-        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(num_heads=None), "damaged"),
-        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(novelty=1), "damaged"),
-        (lambda data: data["replayssm"]["replay"].update(window=0), "damaged"),
-        (lambda data: data["replayssm"]["replay"].update(novelty=1), "damaged"),
-        (lambda data: data["replayssm"].update(eos_token_ids=None), "damaged"),
+        (lambda data: data.pop("dtype"), "config.json is damaged"),
+        (lambda data: data.update(dtype="int8"), "config.json is damaged"),
+        (lambda data: data.update(mapping=None), "config.json is damaged"),
+        (lambda data: data["mapping"].update(tp_size="2"), "config.json is damaged"),
+        (lambda data: data["mapping"].update(tp_size=0), "config.json is damaged"),
+        (lambda data: data["mapping"].update(tp_size=3), "config.json is damaged"),
+        (lambda data: data["replayssm"].pop("decoder"), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"].update(layers=3), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"].update(hidden_size="32"), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(kind="mamba9"), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(num_heads=None), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(novelty=1), "config.json is damaged"),
+        (lambda data: data["replayssm"]["replay"].update(window=0), "config.json is damaged"),
+        (lambda data: data["replayssm"]["replay"].update(novelty=1), "config.json is damaged"),
+        (lambda data: data["replayssm"].update(eos_token_ids=None), "config.json is damaged"),
+        (lambda data: data["replayssm"].update(eos_token_ids=["2"]), "config.json is damaged"),
+        (lambda data: data["replayssm"].update(num_tokens=1.5), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"].update(vocab_size=0), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"].update(norm_epsilon="1e-5"), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][1].update(rope={"dim": 8}), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][2].update(activation="gelu"), "config.json is damaged"),
+        (lambda data: data["replayssm"]["decoder"]["layers"][3].update(top_k=True), "config.json is damaged"),
     ],
 )
 def test_damaged_config(checkpoint: Path, change: Callable, part: str) -> None:
     edit_config(checkpoint, change)
-    refused(checkpoint, "config.json", part)
+    refused(checkpoint, part)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])

@@ -40,7 +40,8 @@ def refused(path: Path, *parts: str) -> CheckpointError:
     """Opens the folder, expects a refusal of one sentence that contains the parts, and returns it."""
     with pytest.raises(CheckpointError) as caught:
         HfFolder(path, print)
-    message = str(caught.value)
+    # Folders of tests are named after them, and would satisfy many a part.
+    message = str(caught.value).replace(str(path.parent), "")
     assert "\n" not in message
     for part in parts:
         assert part in message
