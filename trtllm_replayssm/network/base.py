@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
@@ -301,13 +303,23 @@ class Network(ABC):
 
     # ---- plugin layers; the contracts are in plugins/ ----------------------------------------------------------------
 
+    def _require_pools(
+        self, op: str, attributes: Mamba2Attributes | GatedDeltaAttributes | KdaAttributes, pools: dict[str, Tensor]
+    ) -> None:
+        any_dtype = torch.float32
+        for name, pool in attributes.pools(any_dtype, any_dtype, any_dtype).items():
+            fits = self.shape(pools[name])[1:] == pool.shape
+            self.require(f"{op} with slots of {list(pool.shape)}", fits, **{name: pools[name]})
+
     def causal_conv(
         self, attributes: CausalConvAttributes, x: Tensor, weight: Tensor, bias: Tensor | None, conv_ring: Tensor
     ) -> Tensor:
         """``replayssm::causal_conv``."""
         a = attributes
         fits = self.shape(x)[-1] == a.channels and self.shape(weight) == (a.channels, a.kernel)
-        self.require("causal_conv", fits and self.shape(conv_ring)[1:] == (a.conv_rows, a.channels), x=x, weight=weight)
+        self.require("causal_conv", fits, x=x, weight=weight)
+        self.require("causal_conv", self.shape(conv_ring)[1:] == (a.conv_rows, a.channels), conv_ring=conv_ring)
+        self.require("causal_conv", bias is None or self.shape(bias) == (a.channels,), x=x, bias=bias)
         return self._causal_conv(attributes, x, weight, bias, conv_ring)
 
     @abstractmethod
@@ -331,6 +343,7 @@ class Network(ABC):
         self.require("mamba2", self.shape(xbc)[-1] == width and self.shape(dt)[-1] == a.num_heads, xbc=xbc, dt=dt)
         per_head = (a.num_heads,)
         self.require("mamba2", all(self.shape(t) == per_head for t in (A_log, dt_bias, D)), A_log=A_log, dt_bias=dt_bias, D=D)
+        self._require_pools("mamba2", attributes, pools)
         return self._mamba2(attributes, xbc, dt, A_log, dt_bias, D, pools)
 
     @abstractmethod
@@ -363,6 +376,7 @@ class Network(ABC):
         self.require("gated_delta", fits, qkv=qkv, a=a, b=b)
         fits = self.shape(A_log) == (heads,) and self.shape(dt_bias) == (heads,)
         self.require("gated_delta", fits, A_log=A_log, dt_bias=dt_bias)
+        self._require_pools("gated_delta", attributes, pools)
         return self._gated_delta(attributes, qkv, a, b, A_log, dt_bias, pools)
 
     @abstractmethod
@@ -395,6 +409,7 @@ class Network(ABC):
         self.require("kda", fits, qkv=qkv, f=f, b=b)
         fits = self.shape(A_log) == (n.num_heads,) and self.shape(dt_bias) == (decays,)
         self.require("kda", fits, A_log=A_log, dt_bias=dt_bias)
+        self._require_pools("kda", attributes, pools)
         return self._kda(attributes, qkv, f, b, A_log, dt_bias, pools)
 
     @abstractmethod
