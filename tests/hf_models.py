@@ -308,6 +308,9 @@ def drawn(name: str, parameter: Tensor, zero_centred: bool, generator: torch.Gen
         return 0.1 * normal
     if "conv" in name and parameter.ndim == 3:
         return 0.4 * normal
+    if "kv_a_proj" in name:
+        # A small latent, so that the epsilon of its norm shows; the rope channels behind it are not normed.
+        normal[: LATENT["kv_lora_rank"]] *= 0.01
     return normal if "embed" in name else normal / math.sqrt(parameter.shape[-1])
 
 

@@ -1,0 +1,225 @@
+"""The parity test can fail: each mistake that was made in public, made on purpose, moves the logits far beyond tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from test_parity import PROMPT, TOLERANCE, absorb, case
+from torch import Tensor
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import Layer
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.runtime.session import Session
+
+#: Change of a layer's weight, given the layer.
+WeightChange = Callable[[Layer, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """layer: kind it is made in. change: of the layers' fields. weight: name behind the layer's, and what becomes of it.
+
+    effect: least change of the logits, in units of their standard deviation.
+    """
+
+    name: str
+    model: str
+    layer: type[Layer]
+    change: dict[str, object] | None = None
+    weight: tuple[str, WeightChange] | None = None
+    effect: float = 0.05
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.model})"
+
+
+def swapped(first: Callable[[Layer], int], size: Callable[[Layer], int]) -> WeightChange:
+    """Two neighbouring blocks of rows, from row ``first``, exchanged."""
+
+    def change(layer: Layer, weight: Tensor) -> Tensor:
+        start, count = first(layer), size(layer)
+        head, a, b, tail = weight.split([start, count, count, len(weight) - start - 2 * count])
+        return torch.cat([head, b, a, tail])
+
+    return change
+
+
+def regrouped(blocks: Callable[[Layer], tuple[int, ...]]) -> WeightChange:
+    """The first rows taken for another order: ``[a, b, c]`` read as ``[b, a, c]`` and so on."""
+
+    def change(layer: Layer, weight: Tensor) -> Tensor:
+        count, *shape = blocks(layer)
+        return torch.cat([weight[:count].unflatten(0, tuple(shape)).transpose(0, 1).flatten(0, 2), weight[count:]])
+
+    return change
+
+
+def zero(layer: Layer, weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight)
+
+
+def log_taken_as_rate(layer: Layer, weight: Tensor) -> Tensor:
+    return weight.abs().clamp_min(1e-3).log()
+
+
+def flipped(layer: Layer, weight: Tensor) -> Tensor:
+    return weight.flip(-1)
+
+
+def plus_one(layer: Layer, weight: Tensor) -> Tensor:
+    return weight + 1
+
+
+def mean_of_head(layer: Layer, weight: Tensor) -> Tensor:
+    assert isinstance(layer, Kda)
+    return weight.unflatten(0, (layer.num_heads, -1)).mean(1, keepdim=True).expand(-1, layer.head_dim).flatten()
+
+
+def halves_swapped(layer: Layer, weight: Tensor) -> Tensor:
+    return torch.cat(weight.chunk(2, -2)[::-1], -2)
+
+
+def bc(layer: Mamba2) -> int:
+    return layer.n_groups * layer.state_size
+
+
+MISTAKES = (
+    Mistake("A_log taken as the rate", "mamba2", Mamba2, weight=("A_log", log_taken_as_rate)),
+    Mistake("D dropped", "nemotron_h_dense", Mamba2, weight=("D", zero)),
+    Mistake("dt_bias dropped", "nemotron_h_dense", Mamba2, weight=("dt_bias", zero)),
+    Mistake("conv bias dropped", "mamba2", Mamba2, weight=("conv1d.bias", zero)),
+    Mistake("conv taps reversed", "qwen3_next", GatedDelta, weight=("conv1d.weight", flipped)),
+    Mistake(
+        "B and C swapped",
+        "nemotron_h_moe",
+        Mamba2,
+        weight=("in_proj.weight", swapped(lambda m: 2 * m.inner_size, bc)),
+    ),
+    Mistake("dt floor of 1e-2", "nemotron_h_dense", Mamba2, {"dt_min": 1e-2}, effect=0.02),
+    Mistake(
+        "groups of B and C tiled",
+        "mamba2",
+        Mamba2,
+        weight=(
+            "in_proj.weight",
+            lambda m, w: torch.cat(
+                [
+                    w[: 2 * m.inner_size],
+                    *(
+                        block.unflatten(0, (m.n_groups, -1)).flip(0).flatten(0, 1)
+                        for block in w[2 * m.inner_size : -m.num_heads].chunk(2)
+                    ),
+                    w[-m.num_heads :],
+                ]
+            ),
+        ),
+    ),
+    Mistake(
+        "a and b swapped",
+        "qwen3_5_text",
+        GatedDelta,
+        weight=("in_proj.weight", swapped(lambda g: sum(g.sizes) + g.sizes[2], lambda g: g.num_value_heads)),
+    ),
+    Mistake(
+        "rows of q and k taken per head",
+        "qwen3_next",
+        GatedDelta,
+        weight=(
+            "in_proj.weight",
+            regrouped(lambda g: (2 * g.sizes[0], 2, g.num_key_heads, g.key_dim)),
+        ),
+    ),
+    Mistake("output norm zero-centred", "qwen3_5_text", GatedDelta, weight=("norm.weight", plus_one)),
+    Mistake("output gate a sigmoid", "qwen3_5_text", GatedDelta, {"gate": "sigmoid"}),
+    Mistake("beta doubled", "qwen3_next", GatedDelta, {"beta_scale": 2.0}),
+    Mistake("q/k norms not zero-centred", "qwen3_5_text", Attention, {"qk_norm_zero_centred": False}),
+    Mistake(
+        "query and gate rows taken flat",
+        "qwen3_next",
+        Attention,
+        weight=(
+            "qkv.weight",
+            regrouped(lambda a: (2 * a.sizes[0], 2, a.num_heads, a.head_dim)),
+        ),
+    ),
+    Mistake("RoPE over the full head", "qwen3_5_text", Attention, {"rope": Rope(32, 1e7)}),
+    Mistake("RoPE with adjacent pairs", "qwen3_5_text", Attention, {"rope": Rope(8, 1e7, interleaved=True)}),
+    Mistake("RoPE in a model without", "nemotron_h_moe", Attention, {"rope": Rope(16, 1e4)}),
+    Mistake("kda dt_bias per head", "kimi_linear", Kda, weight=("dt_bias", mean_of_head)),
+    Mistake("bounded gate without its bound", "bailing_hybrid", Kda, {"lower_bound": None}),
+    Mistake("softplus gate with a bound", "kimi_linear", Kda, {"lower_bound": -5.0}),
+    Mistake("latent norm with rms_norm_eps", "kimi_linear", Mla, {"latent_epsilon": 1e-5}),
+    Mistake("mla gate dropped", "bailing_hybrid", Mla, {"gate": None}),
+    Mistake("mla RoPE dropped", "bailing_hybrid", Mla, {"rope": None}),
+    Mistake("mla RoPE over half the channels", "bailing_hybrid", Mla, {"rope": Rope(4, 6e6, True)}),
+    Mistake("mla RoPE with half-split pairs", "bailing_hybrid", Mla, {"rope": Rope(8, 6e6)}),
+    Mistake("mla RoPE in a model without", "kimi_linear", Mla, {"rope": Rope(8, 1e4, True)}),
+    Mistake("swiglu limits of routed experts ignored", "bailing_hybrid_clamp", Moe, {"limit": None}),
+    Mistake("routed scaling dropped", "nemotron_h_latent", Moe, {"routed_scale": 1.0}),
+    Mistake("chosen weights not normalised", "qwen3_5_moe_text", Moe, {"normalise": False}),
+    Mistake("group limit ignored", "bailing_hybrid", Moe, {"n_group": 1}),
+    Mistake("router bias dropped", "kimi_linear", Moe, weight=("router.bias", zero)),
+    Mistake("shared expert dropped", "nemotron_h_moe", Moe, weight=("shared.down.weight", zero)),
+    Mistake("shared expert's gate dropped", "qwen3_next", Moe, {"shared_gate": False}),
+    Mistake("gate and up of experts swapped", "qwen3_5_moe_vl", Moe, weight=("experts.up.weight", halves_swapped)),
+)
+
+
+def changed(mistake: Mistake, session: Session) -> None:
+    """Makes the mistake in every layer of its kind."""
+    decoder, weights = session.engine.decoder, dict(session.engine.weights)
+    layers = list(decoder.layers)
+    made = 0
+    for i, (name, layer) in enumerate(decoder.named_layers()):
+        if type(layer) is not mistake.layer:
+            continue
+        if mistake.change is not None:
+            layers[i] = replace(layer, **mistake.change)
+        if mistake.weight is not None:
+            suffix, change = mistake.weight
+            weights[f"{name}.{suffix}"] = change(layer, weights[f"{name}.{suffix}"])
+        made += 1
+    assert made, f"{mistake.model} has no {mistake.layer.kind}"
+    session.engine = replace(session.engine, decoder=replace(decoder, layers=tuple(layers)), weights=weights)
+
+
+def effect(model: str, session: Session) -> float:
+    """Largest difference from transformers, in units of the logits' standard deviation."""
+    c = case(model)
+    logits = absorb(session, c.ids[:, : 3 * PROMPT])
+    return float((logits - c.logits[:, : 3 * PROMPT]).abs().max() / c.logits.std())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_mistakes_in_a_layer_are_seen(mistake: Mistake) -> None:
+    session = case(mistake.model).session()
+    changed(mistake, session)
+    assert effect(mistake.model, session) > mistake.effect >= 5 * TOLERANCE
+
+
+def decoder_with(**fields: object) -> Callable[[HybridDecoder], HybridDecoder]:
+    return lambda decoder: replace(decoder, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        pytest.param("qwen3_next", decoder_with(norm_zero_centred=False), id="norm weight without plus one"),
+        pytest.param("kimi_linear", decoder_with(norm_zero_centred=True), id="plain norm taken as zero-centred"),
+        pytest.param("nemotron_h_dense", lambda d: replace(d, layers=d.layers[:-1]), id="last layer lost"),
+    ],
+)
+def test_mistakes_in_the_decoder_are_seen(model: str, change: Callable[[HybridDecoder], HybridDecoder]) -> None:
+    session = case(model).session()
+    session.engine = replace(session.engine, decoder=change(session.engine.decoder))
+    assert effect(model, session) > 0.05
