@@ -536,13 +536,13 @@ def test_an_output_that_cannot_be_created(converted: Path) -> None:
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
+# VmHWM, not ru_maxrss, which a child takes over from the process that starts it.
 MEASURE = """
-import resource, sys
+import sys
 from pathlib import Path
 from test_convert import Large, run
-from tiny_family import TinyFamily
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 folder = Path(sys.argv[1])
 run(folder / "small", folder / "first", dtype="bfloat16", tp_size=2)  # libraries are loaded and warm
 before = peak()
@@ -576,4 +576,4 @@ def test_peak_memory_is_about_the_largest_tensor(tmp_path: Path, tensors: dict) 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 3 * largest, f"peak memory grew by {int(done.stdout) / 1e6:.0f} MB"
+    assert largest / 4 < int(done.stdout) < 3 * largest, f"peak memory grew by {int(done.stdout) / 1e6:.0f} MB"
