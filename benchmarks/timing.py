@@ -22,6 +22,7 @@ class Timer:
 
     def replayed(self, function: Callable[[], object]) -> Callable[[], None]:
         """``function`` captured in a CUDA graph, after a warm-up run that compiles what it needs."""
+        torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             function()

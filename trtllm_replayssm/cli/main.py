@@ -20,6 +20,7 @@ COMMANDS = {
     "build": "build an engine folder from a checkpoint",
     "generate": "generate text with an engine",
     "inspect": "show layers, parameters, state and ring sizes of a model, a checkpoint or an engine",
+    "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",
     "demo": "take a tiny random model through everything and prove each step",
 }

@@ -13,10 +13,9 @@ from trtllm_replayssm.network.base import Network, Rope
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
+from trtllm_replayssm.plugins.implementation import Implementation, implementation
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
-from trtllm_replayssm.plugins.reference import conv, delta_rule
-from trtllm_replayssm.plugins.reference import mamba2 as mamba2_reference
 
 
 class TorchNetwork(Network):
@@ -26,6 +25,7 @@ class TorchNetwork(Network):
     step: int32 ``[rows, STEP_WORDS]`` (plugins.cursors.Step). activation: dtype of the residual stream.
     kv_len: positions of the KV cache that any row of this step can see; a host-side upper bound.
     group: the tensor-parallel process group, None with one rank.
+    plugins: who computes the plugin layers; None for the CUDA kernels where ``step`` is on a CUDA device.
     """
 
     def __init__(
@@ -36,9 +36,11 @@ class TorchNetwork(Network):
         activation: torch.dtype,
         kv_len: int,
         group: dist.ProcessGroup | None = None,
+        plugins: Implementation | None = None,
     ) -> None:
         self.weights, self.pools, self.step, self.dtype = weights, pools, step, activation
         self.kv_len, self.group = kv_len, group
+        self.plugins = plugins or implementation("auto", step.device)
         self.tp_size = 1 if group is None else group.size()
         self.live = step[:, Step.SLOT] >= 0
         self.committed = step[:, Step.COMMITTED].long()
@@ -212,7 +214,7 @@ class TorchNetwork(Network):
     def _causal_conv(
         self, attributes: CausalConvAttributes, x: Tensor, weight: Tensor, bias: Tensor | None, conv_ring: Tensor
     ) -> Tensor:
-        return conv.causal_conv(attributes, x, weight, bias, self.step, conv_ring)
+        return self.plugins.causal_conv(attributes, x, weight, bias, self.step, conv_ring)
 
     def _mamba2(
         self,
@@ -224,7 +226,7 @@ class TorchNetwork(Network):
         D: Tensor,
         pools: dict[str, Tensor],
     ) -> Tensor:
-        return mamba2_reference.mamba2(attributes, xbc, dt, A_log, dt_bias, D, self.step, pools)
+        return self.plugins.mamba2(attributes, xbc, dt, A_log, dt_bias, D, self.step, pools)
 
     def _gated_delta(
         self,
@@ -236,7 +238,7 @@ class TorchNetwork(Network):
         dt_bias: Tensor,
         pools: dict[str, Tensor],
     ) -> Tensor:
-        return delta_rule.gated_delta(attributes, qkv, a, b, A_log, dt_bias, self.step, pools)
+        return self.plugins.gated_delta(attributes, qkv, a, b, A_log, dt_bias, self.step, pools)
 
     def _kda(
         self,
@@ -248,4 +250,4 @@ class TorchNetwork(Network):
         dt_bias: Tensor,
         pools: dict[str, Tensor],
     ) -> Tensor:
-        return delta_rule.kda(attributes, qkv, f, b, A_log, dt_bias, self.step, pools)
+        return self.plugins.kda(attributes, qkv, f, b, A_log, dt_bias, self.step, pools)

@@ -1,0 +1,57 @@
+"""Which code runs the plugin contracts: the plain reference, or the CUDA kernels. Both have the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.errors import EngineError
+
+PluginImpl = Literal["auto", "reference", "cuda"]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The plugin functions of one kind; their signatures are those of ``plugins/reference``."""
+
+    name: str
+    advance: Callable[..., Tensor]
+    causal_conv: Callable[..., Tensor]
+    mamba2: Callable[..., Tensor]
+    gated_delta: Callable[..., Tensor]
+    kda: Callable[..., Tensor]
+
+
+def implementation(choice: PluginImpl, device: torch.device) -> Implementation:
+    """The implementation that ``choice`` means on ``device``; ``auto`` is ``cuda`` where there is a CUDA device.
+
+    Raises EngineError for a choice that is not known or that the device cannot run.
+    """
+    if choice not in ("auto", "reference", "cuda"):
+        raise EngineError(f"plugin_impl {choice!r} is not known", "use auto, reference or cuda")
+    if choice == "cuda" and device.type != "cuda":
+        raise EngineError(f"plugin_impl cuda is not available on {device}", "use auto or reference")
+    return reference() if choice == "reference" or device.type != "cuda" else cuda()
+
+
+@lru_cache
+def reference() -> Implementation:
+    from trtllm_replayssm.plugins.reference import advance, conv, delta_rule, mamba2
+
+    return Implementation(
+        "reference", advance.advance, conv.causal_conv, mamba2.mamba2, delta_rule.gated_delta, delta_rule.kda
+    )
+
+
+@lru_cache
+def cuda() -> Implementation:
+    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2
+
+    return Implementation(
+        "cuda", advance.advance, causal_conv.causal_conv, mamba2.mamba2, gated_delta.gated_delta, kda.kda
+    )

@@ -1,0 +1,59 @@
+"""The CUDA kernels compile for every released architecture, without spilling. Needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel
+from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.report import released_kernels, report
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+
+def representatives() -> list[Kernel]:
+    """The first and the last variant of each kernel."""
+    by_symbol: dict[str, list[Kernel]] = {}
+    for kernel in released_kernels():
+        by_symbol.setdefault(kernel.symbol, []).append(kernel)
+    return [kernel for kernels in by_symbol.values() for kernel in dict.fromkeys((kernels[0], kernels[-1]))]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", representatives(), ids=lambda k: f"{k.symbol}-{k.block}")
+def test_compiles_without_spills(kernel, arch):
+    compiled = report(kernel, arch)
+    assert not compiled.fault
+    assert compiled.blocks >= 1 and 0 < compiled.occupancy <= 1
+    assert f".target {arch}".encode() in compiled.binary.ptx
+    assert f".entry {kernel.symbol}(".encode() in compiled.binary.ptx
+    assert compiled.binary.cubin.startswith(b"\x7fELF")
+
+
+def test_binaries_are_cached_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = next(k for k in released_kernels() if k.symbol == "advance")
+    first = compile_kernel(kernel, "sm_90a")
+    files = {path: path.read_bytes() for path in cache_folder().iterdir()}
+    assert len(files) == 3
+    monkeypatch.setattr("trtllm_replayssm.plugins.compiler.run_nvrtc", None)
+    assert compile_kernel(kernel, "sm_90a") == first
+    assert {path: path.read_bytes() for path in cache_folder().iterdir()} == files
+
+
+def test_a_source_that_does_not_compile_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"advance\.cu does not compile(.|\n)*WINDOW"):
+        compile_kernel(Kernel("advance.cu", "advance", 128, (("TOKENS", 1), ("CURSOR_WORDS", 64))), "sm_90a")
+    assert not cache_folder().exists()
+
+
+def test_command_prints_a_table(capsys):
+    assert main(["kernels", "--arch", "sm_103a", "--only", "advance"]) == 0
+    assert "advance" in capsys.readouterr().out
+
+
+def test_command_refuses_what_it_does_not_know(capsys):
+    assert main(["kernels", "--only", "nothing"]) == 1
+    assert "no kernel's name" in capsys.readouterr().err
