@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,15 +15,14 @@ from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.torch_backend import TorchNetwork
+from trtllm_replayssm.plugins.implementation import Implementation, PluginImpl, implementation, reference
 from trtllm_replayssm.runtime.build import build_engine
+from trtllm_replayssm.runtime.devices import check_memory, resolve_device
 from trtllm_replayssm.runtime.engine_config import REBUILD, BuildOptions, EngineConfig, engine_file
-from trtllm_replayssm.runtime.memory import check_memory
 from trtllm_replayssm.runtime.rank_files import RANK_FORMAT, check_tensors, data_bytes
+from trtllm_replayssm.runtime.ranks import process_group
 
 __all__ = ["BuildOptions", "Engine", "PluginImpl", "build_engine"]
-
-#: Who computes the plugin layers. ``auto`` is the fastest that the device has.
-PluginImpl = Literal["auto", "reference", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Engine:
     """One rank of an engine.
 
     folder: where it was loaded from (for the tokenizer). decoder: as this rank sees it. weights: by name, on ``device``.
-    group: the tensor-parallel process group, None with one rank. plugin_impl: ``reference`` or ``cuda``.
+    group: the tensor-parallel process group, None with one rank. plugins: who computes the plugin layers.
     """
 
     folder: Path
@@ -43,7 +40,7 @@ class Engine:
     device: torch.device
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    plugin_impl: PluginImpl = "reference"
+    plugins: Implementation = field(default_factory=reference)
 
     @classmethod
     def load(
@@ -62,10 +59,10 @@ class Engine:
         """
         folder = Path(engine_dir)
         config = EngineConfig.read(folder)
-        group = process_group(config.world_size)
+        where = resolve_device(device)
+        group = process_group(config.world_size, where)
         rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         file = checked_file(folder, config, rank)
-        where = resolve_device(device)
         check_memory(where, data_bytes(file), config.max_batch_size, config.slot_bytes())
         return cls(
             folder=folder,
@@ -75,23 +72,14 @@ class Engine:
             device=where,
             rank=rank,
             group=group,
-            plugin_impl=resolve_plugin_impl(plugin_impl, where),
+            plugins=implementation(plugin_impl, where),
         )
 
     def network(self, pools: Mapping[str, Tensor], step: Tensor, kv_len: int) -> TorchNetwork:
         """The backend of one step; see TorchNetwork for the arguments."""
-        return TorchNetwork(self.weights, pools, step, self.config.checkpoint.torch_dtype, kv_len, self.group)
-
-
-def process_group(world_size: int) -> dist.ProcessGroup | None:
-    """The group of all ranks; None with one rank. Raises EngineError unless ``world_size`` processes have joined."""
-    joined = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if joined != world_size:
-        raise EngineError(
-            f"the engine was built for {world_size} ranks, but {joined} are running",
-            f"trtllm-replayssm generate starts them by itself; other programs run under torchrun --nproc_per_node {world_size}",
+        return TorchNetwork(
+            self.weights, pools, step, self.config.checkpoint.torch_dtype, kv_len, self.group, self.plugins
         )
-    return dist.group.WORLD if world_size > 1 else None
 
 
 def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFile:
@@ -121,35 +109,6 @@ def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFi
     except CheckpointError as error:
         raise EngineError(error.message, REBUILD) from None
     return file
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device itself, or by default this process's GPU where there is one. Raises EngineError when it is not there."""
-    if device is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise EngineError(f"device {device!r} is not known", "use cpu, cuda or cuda:N") from None
-    if where.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (where.index or 0) >= count:
-            raise EngineError(f"device {where} is not there; this machine has {count} CUDA devices", "use --device cpu")
-        return torch.device("cuda", where.index or 0)
-    if where.type != "cpu":
-        raise EngineError(f"device {where} is not supported", "use cpu, cuda or cuda:N")
-    return where
-
-
-def resolve_plugin_impl(plugin_impl: PluginImpl, device: torch.device) -> PluginImpl:
-    """What ``plugin_impl`` means on the device. Raises EngineError for one that it does not have."""
-    if plugin_impl not in ("auto", "reference", "cuda"):
-        raise EngineError(f"plugin_impl {plugin_impl!r} is not known", "use auto, reference or cuda")
-    if plugin_impl == "cuda":
-        raise EngineError(f"plugin_impl cuda is not available on {device}", "use auto or reference")
-    return "reference"
 
 
 def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
 from trtllm_replayssm.plugins.reference.materialise import materialise
+from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
-from trtllm_replayssm.runtime.memory import check_memory
 from trtllm_replayssm.runtime.slot_state import SlotCursors, SlotState, layer_pools, recurrences
 from trtllm_replayssm.runtime.step_input import PerRow, StepInput
 
@@ -87,7 +87,7 @@ class Session:
 
         device = self.engine.device
         on_device = [t.to(device) for t in (slot_ids, given.query_lens, given.modes)]
-        info = advance(attributes, self.cursors[here], *on_device, tokens)
+        info = self.engine.plugins.advance(attributes, self.cursors[here], *on_device, tokens)
         pools = {name: pool[here] for name, pool in self.pools.items()}
         net = self.engine.network(pools, info, kv_len=int(ends.max()))
         return self.engine.decoder.forward(net, given.token_ids.to(device), self.replay, last_only)

@@ -55,12 +55,9 @@ def recurrences(
     for name, layer in decoder.named_layers():
         if isinstance(layer, Mamba2):
             dtype = compute_dtype(pools[f"{name}.state"])
-            A_log, D = weights[f"{name}.A_log"].to(dtype), weights[f"{name}.D"].to(dtype)
-            found[name] = Mamba2Recurrence(layer.attributes(replay), A_log, D)
-        elif isinstance(layer, GatedDelta):
-            found[name] = DeltaRule(layer.num_value_heads // layer.num_key_heads, replay.fold == "derived")
-        elif isinstance(layer, Kda):
-            found[name] = DeltaRule(1, replay.fold == "derived")
+            found[name] = Mamba2Recurrence(weights[f"{name}.A_log"].to(dtype), weights[f"{name}.D"].to(dtype))
+        elif isinstance(layer, GatedDelta | Kda):
+            found[name] = DeltaRule(replay.fold == "derived")
     return found
 
 

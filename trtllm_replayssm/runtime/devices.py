@@ -1,4 +1,4 @@
-"""Memory of the machine: how much is free, and whether an engine fits."""
+"""The device an engine runs on: which one, how much of its memory is free, and whether an engine fits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import EngineError
 
 #: Files in which Linux states a container's limit and use, newest scheme first.
@@ -14,6 +15,26 @@ CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device itself, or by default this process's GPU where there is one. Raises EngineError when it is not there."""
+    if device is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise EngineError(f"device {device!r} is not known", "use cpu, cuda or cuda:N") from None
+    if where.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (where.index or 0) >= count:
+            raise EngineError(f"device {where} is not there; this machine has {count} CUDA devices", "use --device cpu")
+        return torch.device("cuda", where.index or 0)
+    if where.type != "cpu":
+        raise EngineError(f"device {where} is not supported", "use cpu, cuda or cuda:N")
+    return where
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -51,17 +72,13 @@ def check_memory(device: torch.device, weights: int, slots: int, slot_bytes: int
     if available is None or weights + state <= available:
         return
     parts = (
-        f"{gigabytes(weights)} of weights and {gigabytes(state)} of state"
+        f"{bytes_text(weights)} of weights and {bytes_text(state)} of state"
         if weights
-        else f"{gigabytes(state)} of state"
+        else f"{bytes_text(state)} of state"
     )
     if weights + slot_bytes > available:
         hint = "use a larger machine, or more ranks: convert with a larger --tp_size"
     else:
         fitting = (available - weights) // slot_bytes
         hint = f"build with --max_batch_size {fitting} or less, or with a smaller --max_seq_len"
-    raise EngineError(f"the engine needs {parts}, but {device} has {gigabytes(available)} free", hint)
-
-
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+    raise EngineError(f"the engine needs {parts}, but {device} has {bytes_text(available)} free", hint)

@@ -1,0 +1,168 @@
+"""Generates text with an engine: one prompt is streamed to the terminal, JSONL rows come back as JSONL rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_replayssm.console import LOGGER, print_line
+from trtllm_replayssm.errors import UserError
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.runtime.outputs import RequestOutput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine_dir", type=Path, required=True, help="folder written by build")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--input_text", action="append", help="a prompt; may be given several times")
+    prompts.add_argument(
+        "--input_file", type=Path, help='JSONL file with rows {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
+    )
+    parser.add_argument("--max_output_len", type=int, default=32, help="most tokens to generate for a prompt")
+    sampling = parser.add_argument_group("sampling", "Greedy when none of temperature, top_k and top_p is given.")
+    sampling.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy")
+    sampling.add_argument("--top_k", type=int, help="choose among so many of the likeliest tokens; 0 for all")
+    sampling.add_argument("--top_p", type=float, help="choose among the likeliest tokens that reach this probability")
+    sampling.add_argument("--random_seed", type=int, default=0, help="the same seed gives the same text in any batch")
+    sampling.add_argument("--end_id", type=int, help="token that ends a text; -1 for none; by default the model's own")
+    sampling.add_argument("--stop", action="append", help="string that ends a text; may be given several times")
+    parser.add_argument(
+        "--output_file",
+        type=Path,
+        help='JSONL file to write: rows {"output_ids", "text", "finish_reason"} in input order',
+    )
+    parser.add_argument(
+        "--generation_logits_file",
+        type=Path,
+        help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    from trtllm_replayssm.runtime.engine_config import EngineConfig
+    from trtllm_replayssm.runtime.files import check_writable
+    from trtllm_replayssm.runtime.ranks import run_ranks, started_by_torchrun
+
+    for path in (args.output_file, args.generation_logits_file):
+        if path is not None:
+            check_writable(path)
+    world_size = EngineConfig.read(args.engine_dir).world_size
+    if world_size > 1 and not started_by_torchrun():
+        return run_ranks(world_size, generate_on_rank, args, args.device)
+    return generate(args)
+
+
+def generate_on_rank(args: argparse.Namespace) -> int:
+    """``generate`` in a process that ``run_ranks`` started: it knows nothing of the parent's log level."""
+    from trtllm_replayssm.console import start_logging
+
+    start_logging(args.log_level)
+    return generate(args)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Load the engine, or this process's rank of it, run the prompts, and write the results on rank 0."""
+    from trtllm_replayssm.runtime.llm import LLM
+    from trtllm_replayssm.runtime.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=args.max_output_len,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.random_seed,
+        end_id=args.end_id,
+        stop=args.stop,
+        return_generation_logits=args.generation_logits_file is not None,
+    )
+    prompts = args.input_text or read_rows(args.input_file)
+    llm = LLM(args.engine_dir, device=args.device)
+    reports = llm.engine.rank == 0
+    streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, on_text=show_piece if streams else lambda index, text: None)
+    seconds = time.perf_counter() - start
+    assert isinstance(outputs, list)
+    if not reports:
+        return 0
+    if streams:
+        print_line()
+    elif args.output_file is None:
+        print_results(outputs, as_rows=args.input_text is None, has_text=llm.has_tokenizer)
+    write_results(args, outputs, llm.has_tokenizer)
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    LOGGER.info("%d tokens of %d request(s) in %.2f s: %.1f tokens/s", tokens, len(outputs), seconds, tokens / seconds)
+    return 0
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file. Raises UserError that names the line when one is not what it should be."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    rows = [parse_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise UserError(f"{path} holds no rows", 'write one JSON object per line: {"prompt": "..."}')
+    return rows
+
+
+def parse_row(line: str, where: str) -> dict[str, Any]:
+    hint = 'a row is {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}", hint) from None
+    if not isinstance(row, dict) or set(row) not in ({"prompt"}, {"input_ids"}):
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise UserError(f"{where} must have the key prompt or input_ids and no other; found {found}", hint)
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise UserError(f"{where}: prompt is not a string", hint)
+    elif not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
+        raise UserError(f"{where}: input_ids is not a list of integers", hint)
+    return row
+
+
+def show_piece(index: int, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def result_row(output: RequestOutput, has_text: bool) -> dict[str, Any]:
+    """text is null where the engine has no tokenizer."""
+    completion = output.outputs[0]
+    text = completion.text if has_text else None
+    return {"output_ids": completion.token_ids, "text": text, "finish_reason": completion.finish_reason}
+
+
+def print_results(outputs: Sequence[RequestOutput], as_rows: bool, has_text: bool) -> None:
+    """JSON rows for the rows of a file; each prompt with its text for prompts of the command line."""
+    for output in outputs:
+        if as_rows:
+            print_line(json.dumps(result_row(output, has_text), ensure_ascii=False))
+        else:
+            print_line(f"[{output.request_id}] {output.prompt}{output.outputs[0].text}")
+
+
+def write_results(args: argparse.Namespace, outputs: Sequence[RequestOutput], has_text: bool) -> None:
+    """The files that were asked for, each complete or not at all."""
+    from safetensors.torch import save_file
+
+    from trtllm_replayssm.runtime.files import replaced_file
+
+    if args.output_file is not None:
+        rows = [json.dumps(result_row(output, has_text), ensure_ascii=False) for output in outputs]
+        with replaced_file(args.output_file) as path:
+            path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    if args.generation_logits_file is not None:
+        logits = {str(output.request_id): output.outputs[0].generation_logits for output in outputs}
+        with replaced_file(args.generation_logits_file) as path:
+            save_file({name: tensor for name, tensor in logits.items() if tensor is not None}, path)

@@ -1,0 +1,109 @@
+"""``LLM``: text generation in a few lines of Python, with the calls of TensorRT-LLM's class of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.engine import Engine, PluginImpl
+from trtllm_replayssm.runtime.generation import OnText, Request, generate
+from trtllm_replayssm.runtime.outputs import RequestOutput
+from trtllm_replayssm.runtime.ranks import lost_ranks
+from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
+
+#: Text, token ids, or ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, ``{"input_ids": ids}``.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """An engine with its session and tokenizer.
+
+        llm = LLM("engine_dir")
+        for output in llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+
+    An engine of several ranks runs under ``torchrun``; every rank makes the same calls and gets the same results.
+    """
+
+    def __init__(
+        self, engine_dir: str | Path, device: str | torch.device | None = None, plugin_impl: PluginImpl = "auto"
+    ) -> None:
+        """See Engine.load for the arguments and errors."""
+        self.engine = Engine.load(engine_dir, device=device, plugin_impl=plugin_impl)
+        self.session = Session(self.engine)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError when the engine folder has none."""
+        return Tokenizer(self.engine.folder)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.engine.folder / "tokenizer.json").is_file()
+
+    def generate(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_text: OnText = lambda request_id, text: None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Continue one prompt, or several together; a list of ids is one prompt. Results come in the order of the prompts.
+
+        sampling_params: one for all, or one for each prompt; greedy by default. on_text: called with a prompt's place and
+        the text that became certain, while it is generated.
+        Raises UserError, before anything runs, for prompts or parameters that cannot be used.
+        """
+        single = isinstance(inputs, str | Mapping) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        prompts: list[Any] = [inputs] if single else list(inputs)
+        requests = [
+            self.request(i, *prompt_of(i, prompt), params)
+            for i, (prompt, params) in enumerate(zip(prompts, per_prompt(sampling_params, len(prompts))))
+        ]
+        with lost_ranks(self.engine.config.world_size):
+            generate(self.session, requests, on_text)
+        texts = [prompt_of(i, prompt)[0] for i, prompt in enumerate(prompts)]
+        outputs = [
+            RequestOutput(request.request_id, text, request.prompt, [request.output()])
+            for request, text in zip(requests, texts)
+        ]
+        return outputs[0] if single else outputs
+
+    def request(self, index: int, text: str | None, token_ids: list[int] | None, params: SamplingParams) -> Request:
+        """One prompt, ready to run; exactly one of text and token_ids is given."""
+        if token_ids is None:
+            token_ids = self.tokenizer.encode(text or "", params.add_special_tokens)
+        stream = TextStream(self.tokenizer, params.skip_special_tokens) if self.has_tokenizer else None
+        return Request(index, token_ids, params, params.end_ids(self.engine.config.checkpoint.eos_token_ids), stream)
+
+
+def per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(f"{count} prompts, but {len(params)} sampling_params", "give one for all, or one for each")
+    return list(params)
+
+
+def prompt_of(index: int, prompt: Any) -> tuple[str | None, list[int] | None]:
+    """Text or token ids of a prompt. Raises UserError when it is neither."""
+    if isinstance(prompt, Mapping):
+        given = [name for name in ("prompt", "prompt_token_ids", "input_ids") if name in prompt]
+        if len(given) != 1:
+            raise UserError(
+                f"prompt {index} must have one of prompt, prompt_token_ids and input_ids, not {list(prompt)}"
+            )
+        prompt = prompt[given[0]]
+        if isinstance(prompt, str) != (given == ["prompt"]):
+            raise UserError(f"prompt {index}: {given[0]} is a {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Sequence):
+        return None, list(prompt)
+    raise UserError(f"prompt {index} is a {type(prompt).__name__}; give text, token ids, or a dict with one of them")
