@@ -1,0 +1,187 @@
+"""A bare config.json of every published size gives its layers, head shapes and recurrent state.
+
+The files in data/configs hold the keys that matter. The order of the layers of Nemotron 3 Super, and the group size of
+Ling-3.0-tiny, follow from the counts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.hf.config import read_config
+from trtllm_replayssm.builders.layers.base import StateOptions
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.replay import ReplayConfig
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers of each kind, fields that the first layer of a kind has, and MiB of float32 state of one request."""
+
+    layers: dict[str, int]
+    hidden: int
+    state_mib: float
+    fields: dict[str, dict[str, Any]]
+
+
+def mamba(heads: int, head_dim: int = 64) -> dict[str, Any]:
+    return {"num_heads": heads, "head_dim": head_dim, "state_size": 128, "n_groups": 8}
+
+
+def delta(value_heads: int) -> dict[str, Any]:
+    return {"num_key_heads": 16, "num_value_heads": value_heads, "key_dim": 128, "value_dim": 128}
+
+
+def attention(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def latent(heads: int, **more: Any) -> dict[str, Any]:
+    return {"num_heads": heads, "nope_dim": 128, "rope_dim": 64, "kv_rank": 512} | more
+
+
+def moe(experts: int, top_k: int, width: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": experts, "top_k": top_k, "intermediate_size": width} | more
+
+
+SIZES = {
+    "nemotron_nano_v2_9b": Size(
+        {"mamba2": 27, "attention": 4, "mlp": 25},
+        4480,
+        135,
+        {"mamba2": mamba(128, 80), "attention": attention(40, 8, 128), "mlp": {"intermediate_size": 15680}},
+    ),
+    "nemotron_3_nano_30b_a3b": Size(
+        {"mamba2": 23, "attention": 6, "moe": 23},
+        2688,
+        46,
+        {"mamba2": mamba(64), "attention": attention(32, 2, 128), "moe": moe(128, 6, 1856, routed_scale=2.5)},
+    ),
+    "nemotron_3_super_120b_a12b": Size(
+        {"mamba2": 40, "attention": 8, "moe": 40},
+        4096,
+        160,
+        {"mamba2": mamba(128), "attention": attention(32, 2, 128), "moe": moe(512, 22, 2688, latent_size=1024)},
+    ),
+    "qwen3_next_80b_a3b": Size(
+        {"gated_delta": 36, "attention": 12, "moe": 48},
+        2048,
+        72,
+        {"gated_delta": delta(32), "attention": attention(16, 2, 256), "moe": moe(512, 10, 512)},
+    ),
+    "qwen3_5_27b": Size(
+        {"gated_delta": 48, "attention": 16, "mlp": 64},
+        5120,
+        144,
+        {"gated_delta": delta(48), "attention": attention(24, 4, 256), "mlp": {"intermediate_size": 17408}},
+    ),
+    "qwen3_5_35b_a3b": Size(
+        {"gated_delta": 30, "attention": 10, "moe": 40},
+        2048,
+        60,
+        {"gated_delta": delta(32), "attention": attention(16, 2, 256), "moe": moe(256, 8, 512)},
+    ),
+    "qwen3_5_397b_a17b": Size(
+        {"gated_delta": 45, "attention": 15, "moe": 60},
+        4096,
+        180,
+        {"gated_delta": delta(64), "attention": attention(32, 2, 256), "moe": moe(512, 10, 1024)},
+    ),
+    "kimi_linear_48b_a3b": Size(
+        {"kda": 20, "mla": 7, "mlp": 1, "moe": 26},
+        2304,
+        40,
+        {"kda": {"num_heads": 32, "head_dim": 128}, "mla": latent(32), "moe": moe(256, 8, 1024, routed_scale=2.446)},
+    ),
+    "ling_3_flash": Size(
+        {"kda": 35, "mla": 7, "mlp": 2, "moe": 40},
+        2560,
+        70,
+        {
+            "kda": {"num_heads": 32, "head_dim": 128, "lower_bound": -5.0},
+            "mla": latent(32, q_rank=None, gate="head"),
+            "moe": moe(512, 8, 768, n_group=8, topk_group=4, routed_scale=2.5),
+        },
+    ),
+    "ling_3_tiny": Size(
+        {"kda": 18, "mla": 6, "mlp": 1, "moe": 23},
+        1536,
+        18,
+        {
+            "kda": {"num_heads": 16, "head_dim": 128},
+            "mla": latent(16, q_rank=256),
+            "mlp": {"intermediate_size": 4608},
+            "moe": moe(128, 8, 512),
+        },
+    ),
+    "codestral_mamba_7b": Size({"mamba2": 64}, 4096, 256, {"mamba2": mamba(128)}),
+}
+
+
+def published(name: str) -> HybridDecoder:
+    return find_family(read_config(CONFIGS / f"{name}.json"), {}).decoder()
+
+
+def test_every_file_is_tested() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_layers_and_shapes(name: str) -> None:
+    size, decoder = SIZES[name], published(name)
+    assert dict(Counter(layer.kind for layer in decoder.layers)) == size.layers
+    assert decoder.hidden_size == size.hidden
+    for kind, fields in size.fields.items():
+        layer = next(layer for layer in decoder.layers if layer.kind == kind)
+        assert {key: getattr(layer, key) for key in fields} == fields
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recurrent_state_of_a_request(name: str) -> None:
+    pools = published(name).pools(StateOptions(ReplayConfig(), torch.bfloat16, 1)).values()
+    state = sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in pools if pool.kind == "state")
+    assert state / MIB == SIZES[name].state_mib
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_two_ranks_hold_half_of_the_state_each(name: str) -> None:
+    options = StateOptions(ReplayConfig(), torch.bfloat16, 1)
+    whole, half = (published(name).divided(tp).pools(options) for tp in (1, 2))
+    for pool, pool_of_rank in zip(whole.values(), half.values()):
+        if pool.kind == "state":
+            assert 2 * math.prod(pool_of_rank.shape) == math.prod(pool.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("nemotron_3_super_120b_a12b", ["attention", "moe"]),
+        ("qwen3_5_27b", ["attention", "mlp"]),
+        ("qwen3_5_35b_a3b", ["attention", "moe"]),
+        ("ling_3_flash", ["mla", "moe"]),
+    ],
+)
+def test_announced_mtp_layers(name: str, kinds: list[str]) -> None:
+    mtp = published(name).mtp
+    assert mtp is not None
+    assert [layer.kind for layer in mtp.layers] == kinds
+
+
+def test_ling_flash_limits_its_last_layers() -> None:
+    """Missing these trained limits costs 17 to 20 points of HumanEval."""
+    sparse = [layer for layer in published("ling_3_flash").layers if layer.kind == "moe"]
+    limits = [(layer.limit, layer.shared.limit) for layer in sparse]
+    dense = 2
+    assert set(limits[: 34 - dense]) == {(None, None)}
+    assert limits[34 - dense :] == [(None, 5.0), *[(4.0, 5.0)] * 5, *[(4.0, 7.0)] * 2]
