@@ -192,6 +192,10 @@ class Emitter:
             raise EngineError(f"TensorRT cannot tell the rank of a reshape to {list(sizes)} in {self.scope}")
         return out
 
+    def unsqueeze(self, x: Tensor) -> Tensor:
+        """With a first axis of size 1."""
+        return self.added(self.network.add_unsqueeze(x, self.number(0, torch.int32, 1)), "unsqueeze", x)
+
     def transpose(self, x: Tensor, order: Sequence[int]) -> Tensor:
         layer = self.network.add_shuffle(x)
         self.named(layer, "transpose", x).first_transpose = tuple(order)

@@ -1,0 +1,132 @@
+"""Which TensorRT is installed, and what it can do. Every test of version or flavour lives here.
+
+Two flavours have the same Python API: ``tensorrt`` (10.14 to 11.x), which runs engines with plugin layers on data-centre
+GPUs, and ``tensorrt_rtx``, which builds on any machine, without a GPU, but has no plugin layers. Features are looked for
+where they are, not guessed from version numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from trtllm_replayssm.errors import EngineError
+
+Flavour = Literal["tensorrt", "tensorrt_rtx"]
+
+#: First supported version of ``tensorrt`` and the first that is not supported any more.
+FIRST_VERSION, END_VERSION = (10, 14), (12, 0)
+#: Modules that hold each flavour; the second is what the wheels without a redistributing package install.
+MODULES: dict[Flavour, tuple[str, ...]] = {
+    "tensorrt": ("tensorrt",),
+    "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
+PACKAGES: dict[Flavour, str] = {
+    "tensorrt": "pip install 'trtllm-replayssm[tensorrt]'",
+    "tensorrt_rtx": "pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
+}
+#: Compute capabilities (major) on which the native mixture-of-experts layer exists.
+MOE_CAPABILITIES = (10, 11)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the network API of a TensorRT offers beyond 10.14.
+
+    kv_cache_update: a layer that writes keys and values into their cache in place (10.15). attention_lengths: attention
+    stops at each row's own length (11.0). moe: mixture-of-experts layer (10.16; only on MOE_CAPABILITIES). collective:
+    sums and gathers over ranks (10.16, for engines 11.0). plugins: plugin layers can be added. aliases: an engine tells
+    which output shares its address with which input (10.15).
+    """
+
+    kv_cache_update: bool
+    attention_lengths: bool
+    moe: bool
+    collective: bool
+    plugins: bool
+    aliases: bool
+
+
+@dataclass(frozen=True)
+class TensorRT:
+    """An installed TensorRT. module: ``tensorrt`` or ``tensorrt_rtx``; layers and enumerations are taken from it."""
+
+    module: ModuleType
+    flavour: Flavour
+    version: tuple[int, ...]
+    features: Features
+
+    @classmethod
+    def of(cls, module: ModuleType, flavour: Flavour) -> TensorRT:
+        """Describe an imported module. Raises EngineError when its version is not supported."""
+        version = tuple(int(n) for n in re.findall(r"\d+", module.__version__)[:4])
+        if flavour == "tensorrt" and not FIRST_VERSION <= version[:2] < END_VERSION:
+            raise EngineError(
+                f"TensorRT {module.__version__} is not supported; this package works with 10.14 to 11.x",
+                PACKAGES[flavour],
+            )
+        network = getattr(module, "INetworkDefinition", object)
+        features = Features(
+            kv_cache_update=hasattr(network, "add_kv_cache_update"),
+            attention_lengths=hasattr(getattr(module, "IAttention", object), "key_value_lengths"),
+            moe=hasattr(network, "add_moe"),
+            collective=hasattr(network, "add_dist_collective") and (flavour != "tensorrt" or version >= (11,)),
+            plugins=hasattr(network, "add_plugin_v3"),
+            aliases=hasattr(module.ICudaEngine, "get_aliased_input_tensor"),
+        )
+        return cls(module, flavour, version, features)
+
+    def dtype(self, dtype: torch.dtype) -> Any:
+        """TensorRT's name of a torch dtype."""
+        return getattr(self.module, TYPE_NAMES[dtype])
+
+    def torch_dtype(self, dtype: Any) -> torch.dtype:
+        """torch's name of a TensorRT dtype."""
+        return next(known for known in TYPE_NAMES if self.dtype(known) == dtype)
+
+    def create_network(self, builder: Any) -> Any:
+        """An empty strongly typed network, the only kind from 11.0 on."""
+        return builder.create_network(1 << int(self.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+
+    def add_attention(self, network: Any, query: Any, key: Any, value: Any) -> Any:
+        """A fused attention layer with softmax and without a causal rule; the caller sets the mask."""
+        trt = self.module
+        if hasattr(network, "add_attention_v2"):
+            none = trt.CausalMaskKind.NONE
+            return network.add_attention_v2(query, key, value, trt.AttentionNormalizationOp.SOFTMAX, none)
+        return network.add_attention(query, key, value, trt.AttentionNormalizationOp.SOFTMAX, False)
+
+
+TYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+def load_tensorrt(flavours: Sequence[Flavour] = ("tensorrt", "tensorrt_rtx")) -> TensorRT:
+    """The first installed flavour of ``flavours``.
+
+    Raises EngineError when none is installed, when its libraries cannot be loaded, or when its version is not supported.
+    """
+    reasons = []
+    for flavour in flavours:
+        for name in MODULES[flavour]:
+            try:
+                return TensorRT.of(importlib.import_module(name), flavour)
+            except (ImportError, OSError) as error:
+                # A missing module is the usual case; a missing library is worth telling.
+                if not (isinstance(error, ModuleNotFoundError) and error.name == name):
+                    reasons.append(f"{name}: {error}")
+    wanted = " or ".join(flavours)
+    detail = f" ({'; '.join(reasons)})" if reasons else ""
+    raise EngineError(f"{wanted} is not installed{detail}", PACKAGES[flavours[0]])

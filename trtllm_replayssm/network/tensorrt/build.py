@@ -1,0 +1,150 @@
+"""From a decoder to a network, its profiles, and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.builders.layers.base import StateOptions
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.compat import TensorRT
+from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.network.base import DYNAMIC
+from trtllm_replayssm.network.tensorrt.backend import TensorRTNetwork
+from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
+from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginLayer, PluginOutput
+from trtllm_replayssm.plugins.advance import AdvanceAttributes
+from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a plan is built for.
+
+    max_batch_size: rows of a decode or verify step. verify_tokens: most tokens of a row in it. prefill_tokens: most tokens
+    of a prefill step, which has one row. prefill_logits: tokens of a prefill step whose logits can be had.
+    """
+
+    max_batch_size: int
+    verify_tokens: int
+    prefill_tokens: int
+    prefill_logits: int = 1
+
+    def profiles(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """Least, usual and most value of every dynamic size, for PREFILL and DECODE; never zero."""
+        rows, verify, prefill = self.max_batch_size, self.verify_tokens, self.prefill_tokens
+        return (
+            {"rows": (1, 1, 1), "tokens": (1, prefill, prefill), "logits": (1, 1, self.prefill_logits)},
+            {"rows": (1, rows, rows), "tokens": (1, verify, verify), "logits": (1, verify, verify)},
+        )
+
+
+@dataclass(frozen=True)
+class EmittedStep:
+    """A finished network definition. Keep it until the plan is built: it holds the memory behind the constants."""
+
+    emitter: Emitter
+    weights: Mapping[str, torch.Tensor]
+
+    @property
+    def network(self) -> Any:
+        return self.emitter.network
+
+    def tensors(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Direction (``in`` or ``out``), dtype and shape of every input and output by name."""
+        network, dtype = self.network, self.emitter.dtype
+        inputs = [("in", network.get_input(i)) for i in range(network.num_inputs)]
+        outputs = [("out", network.get_output(i)) for i in range(network.num_outputs)]
+        return {t.name: (direction, dtype(t), tuple(t.shape)) for direction, t in inputs + outputs}
+
+
+def emit_step(
+    tensorrt: TensorRT,
+    network: Any,
+    decoder: HybridDecoder,
+    weights: Mapping[str, torch.Tensor],
+    options: StateOptions,
+    plugin_layer: PluginLayer,
+    tp_size: int = 1,
+    capability: tuple[int, int] | None = None,
+) -> EmittedStep:
+    """Write one step of a decoder, divided for this rank, into an empty network.
+
+    Inputs: ``input_ids`` int32 ``[rows, tokens]``, ``logit_positions`` int32 ``[rows, logits]``, the cursors' inputs (see
+    ``step_info``) and the state pools. Outputs: ``logits`` float32 ``[rows, logits, vocab_size]`` and the state pools.
+    weights: on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
+
+    Raises EngineError when this TensorRT cannot express the model.
+    """
+    emitter = Emitter(tensorrt, network)
+    token_ids = emitter.input("input_ids", torch.int32, (DYNAMIC, DYNAMIC))
+    logit_positions = emitter.input("logit_positions", torch.int32, (DYNAMIC, DYNAMIC), ("rows", "logits"))
+    step = step_info(emitter, options, plugin_layer, token_ids)
+    net = TensorRTNetwork(
+        emitter,
+        weights,
+        decoder.pools(options),
+        step,
+        token_ids,
+        logit_positions,
+        options.activation,
+        plugin_layer,
+        tp_size,
+        capability,
+    )
+    logits = decoder.forward(net, token_ids, options.replay, last_only=True)
+    net.mark_output(logits, "logits")
+    return EmittedStep(emitter, weights)
+
+
+def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer, token_ids: Tensor) -> Tensor:
+    """The rows' plan int32 ``[rows, STEP_WORDS]``, from the plugin layer ``advance``; an input ``step`` of a cut network.
+
+    Inputs of ``advance``: ``cursors`` int32 ``[rows, CURSOR_WORDS]``, also an output ``cursors_out``, and ``slot_ids``,
+    ``query_lens``, ``modes`` int32 ``[rows]`` (plugins/advance.py).
+    """
+    if isinstance(plugin_layer, CutPlugins):
+        return emitter.input("step", torch.int32, (DYNAMIC, STEP_WORDS))
+    inputs = {"cursors": emitter.input("cursors", torch.int32, (DYNAMIC, CURSOR_WORDS))}
+    for name in ("slot_ids", "query_lens", "modes"):
+        inputs[name] = emitter.input(name, torch.int32, (DYNAMIC,))
+    # T decides whether a row may be absorbed, and is known only as a size.
+    inputs["token_ids"] = token_ids
+    outputs = (
+        PluginOutput("step", (DYNAMIC, STEP_WORDS), torch.int32),
+        PluginOutput("cursors_out", (DYNAMIC, CURSOR_WORDS), torch.int32, "cursors"),
+    )
+    step, cursors = plugin_layer(emitter, "advance", AdvanceAttributes(options.replay.window), inputs, outputs)
+    cursors.name = "cursors_out"
+    emitter.network.mark_output(cursors)
+    return step
+
+
+def add_profiles(emitter: Emitter, builder: Any, config: Any, sizes: StepSizes) -> None:
+    """One profile for a prefill chunk, one for decoding and verifying; the constants PREFILL and DECODE number them."""
+    for ranges in sizes.profiles():
+        profile = builder.create_optimization_profile()
+        for name, symbols in emitter.inputs.items():
+            bounds = [ranges[size] if isinstance(size, str) else (size,) * 3 for size in symbols]
+            least, usual, most = zip(*bounds)
+            profile.set_shape(name, least, usual, most)
+        config.add_optimization_profile(profile)
+
+
+def build_plan(step: EmittedStep, builder: Any, config: Any, sizes: StepSizes) -> Any:
+    """The serialised engine. ``config`` carries the caller's choices; profiles and precision are set here.
+
+    Raises EngineError when the builder fails; its reasons are in TensorRT's log.
+    """
+    # A float32 router must choose the experts that torch chooses: no shortened mantissas.
+    config.clear_flag(step.emitter.trt.BuilderFlag.TF32)
+    add_profiles(step.emitter, builder, config, sizes)
+    plan = builder.build_serialized_network(step.network, config)
+    if plan is None:
+        raise EngineError("TensorRT could not build the engine", "its log, above, names the layer")
+    return plan
