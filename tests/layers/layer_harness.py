@@ -1,0 +1,112 @@
+"""Runs one layer as an engine does, on one rank or on several ranks in threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.network.torch_backend import TorchNetwork
+from trtllm_replayssm.plugins.advance import AdvanceAttributes
+from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, Cursor, RowMode
+from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.replay import ReplayConfig
+
+HIDDEN, TOKENS, ROWS = 32, 40, 2
+REPLAY = ReplayConfig(window=8, max_draft_len=3)
+#: (T, accepted, mode) of each step: prefill in two chunks, verify steps with rejections, decode, forced flush.
+PLAN = [(7, 7, 2), (4, 4, 2), (4, 2, 0), (4, 4, 0), (1, 1, 0), (3, 1, 0), (4, 4, 1), (2, 2, 0), (4, 3, 0), (4, 4, 0), (1, 1, 0)]
+
+LAYERS: dict[str, Layer] = {
+    "mamba2": Mamba2(8, 4, 6, 4, 4, 1e-5, conv_bias=True, proj_bias=True, dt_min=0.01, dt_max=1.5),
+    "mamba2_plain": Mamba2(8, 4, 6, 4, 3, 1e-5, conv_bias=False),
+    "gated_delta": GatedDelta(4, 8, 6, 5, 4, 1e-6),
+    "gated_delta_negative": GatedDelta(4, 4, 6, 5, 4, 1e-6, beta_scale=2.0, gate="sigmoid"),
+    "kda": Kda(4, 6, 4, 1e-6),
+    "kda_bounded_low_rank": Kda(4, 6, 4, 1e-6, -5.0, 3, conv_float32=True),
+    "attention": Attention(8, 2, 8, 8**-0.5),
+    "attention_gated": Attention(8, 4, 8, 0.3, Rope(4, 1e4), 1e-6, True, True, bias=True),
+    "mla": Mla(4, 12, 6, 4, 5, 1e-6),
+    "mla_rope": Mla(4, 12, 6, 4, 5, 1e-6, 10, 1e-5, Rope(4, 1e4, True), "head"),
+    "mla_gated": Mla(4, 12, 6, 4, 5, 1e-6, gate="element"),
+    "mlp": Mlp(16, "swiglu"),
+    "mlp_limit": Mlp(16, "swiglu", limit=0.5),
+    "mlp_relu2": Mlp(16, "relu2", bias=True),
+    "moe_softmax": Moe(8, 3, 8, "swiglu", "softmax", shared=Mlp(8, "swiglu"), shared_gate=True),
+    "moe_groups": Moe(8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.5, shared=Mlp(12, "swiglu", limit=0.5)),
+    "moe_latent": Moe(8, 2, 8, "relu2", "sigmoid", normalise=False, latent_size=10, shared=Mlp(8, "relu2")),
+}  # fmt: skip
+
+
+def random_weights(layer: Layer) -> dict[str, Tensor]:
+    """Redrawn, so that no norm is 1 and no bias 0."""
+    random, weights = torch.Generator().manual_seed(7), {}
+    for name, parameter in layer.parameters(HIDDEN).items():
+        fan_in = parameter.shape[-1] if len(parameter.shape) > 1 else 4
+        weights[name] = torch.randn(parameter.shape, generator=random) / math.sqrt(fan_in)
+        if name.endswith("norm.weight"):
+            weights[name] += 1
+    return weights
+
+
+def random_input() -> Tensor:
+    return torch.randn(ROWS, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(8))
+
+
+class RankNetwork(TorchNetwork):
+    """One rank of a tensor-parallel group whose ranks are threads."""
+
+    def __init__(self, rank: int, parts: list[Tensor | None], barrier: threading.Barrier, *arguments) -> None:
+        super().__init__(*arguments)
+        self.rank, self.parts, self.barrier, self.tp_size = rank, parts, barrier, len(parts)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.parts[self.rank] = x
+        self.barrier.wait(timeout=60)
+        total = torch.stack(self.parts).sum(0)
+        self.barrier.wait(timeout=60)
+        return total
+
+
+def run_rank(
+    layer: Layer, weights: dict[str, Tensor], rank: int, parts: list[Tensor | None], barrier: threading.Barrier
+) -> Tensor:
+    """Accepted outputs ``[ROWS, sum of accepted, HIDDEN]`` of PLAN on the rank's shard, in NaN-filled pools."""
+    tp_size, described = len(parts), layer.parameters(HIDDEN)
+    local = {f"l.{name}": described[name].shard(value, rank, tp_size) for name, value in weights.items()}
+    divided = layer.divided(tp_size)
+    pools = divided.pools(StateOptions(REPLAY, torch.float32, TOKENS))
+    bound = {f"l.{name}": pool.allocate(ROWS).fill_(math.nan) for name, pool in pools.items()}
+    cursors, x, outputs, done = torch.zeros(ROWS, CURSOR_WORDS, dtype=torch.int32), random_input(), [], 0
+    rows = torch.arange(ROWS, dtype=torch.int32)
+    for tokens, accepted, mode in PLAN:
+        chunk = x[:, done : done + tokens].clone()
+        chunk[:, accepted:] = 9.0
+        lengths, modes = torch.full_like(rows, tokens), torch.full_like(rows, RowMode(mode))
+        step = advance(AdvanceAttributes(REPLAY.window), cursors, rows, lengths, modes, tokens)
+        net = RankNetwork(rank, parts, barrier, local, bound, step, torch.float32, done + tokens)
+        outputs.append(divided.forward(net, "l", chunk, REPLAY)[:, :accepted])
+        cursors[:, Cursor.COMMITTED] += accepted
+        done += accepted
+    return torch.cat(outputs, 1)
+
+
+def run(layer: Layer, weights: dict[str, Tensor], tp_size: int = 1) -> list[Tensor]:
+    """Every rank's outputs."""
+    parts: list[Tensor | None] = [None] * tp_size
+    barrier = threading.Barrier(tp_size)
+    with ThreadPoolExecutor(tp_size) as ranks:
+        pending = [ranks.submit(run_rank, layer, weights, rank, parts, barrier) for rank in range(tp_size)]
+        return [future.result() for future in pending]
