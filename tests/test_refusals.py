@@ -1,0 +1,252 @@
+"""Models that are recognised and not built, and configs that do not describe what is built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_published_sizes import CONFIGS, SIZES
+
+from trtllm_replayssm.builders.families.refused import REFUSED
+from trtllm_replayssm.builders.families.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, find_family
+from trtllm_replayssm.builders.hf.config import read_config
+from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError
+
+Config = dict[str, Any]
+
+
+def config(name: str, **changes: Any) -> Config:
+    """A published config with changes to its text level; None removes a key."""
+    values = read_config(CONFIGS / f"{name}.json")
+    text = values.get("text_config", values)
+    text |= changes
+    for key in [key for key, value in changes.items() if value is None]:
+        del text[key]
+    return values
+
+
+# ---- other architectures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_known_but_not_built(name: str) -> None:
+    """By class name or by model_type, and inside a wrapper, the refusal names the model and says why."""
+    key = {"architectures": [name]} if name[0].isupper() or name.endswith("CausalLM") else {"model_type": name}
+    for values in (key, {"architectures": ["SomeWrapper"], "text_config": key}):
+        with pytest.raises(UnsupportedModelError) as refused:
+            find_family(values, {})
+        assert name in refused.value.message
+        assert REFUSED[name] in refused.value.message
+
+
+def test_what_is_built_is_not_refused() -> None:
+    assert not set(REFUSED) & (set(BY_ARCHITECTURE) | set(BY_MODEL_TYPE))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"model_type": "gpt2"},
+        {"architectures": "DeepseekV3ForCausalLM"},
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "llama"}},
+    ],
+    ids=str,
+)
+def test_plain_transformers_are_refused_by_name(values: Config) -> None:
+    name = values.get("architectures", values.get("model_type"))
+    with pytest.raises(UnsupportedModelError, match=name if isinstance(name, str) else name[0]) as refused:
+        find_family(values, {})
+    assert "Nemotron-H" in refused.value.hint
+
+
+@pytest.mark.parametrize("values", [{}, {"architectures": [], "model_type": None}, {"architectures": [None]}], ids=str)
+def test_a_config_without_a_name_is_refused(values: Config) -> None:
+    with pytest.raises(UnsupportedModelError, match="neither architectures nor model_type"):
+        find_family(values, {})
+
+
+def test_state_spaces_checkpoints_are_recognised() -> None:
+    values = {"d_model": 2560, "n_layer": 64, "ssm_cfg": {"layer": "Mamba2"}, "vocab_size": 50277}
+    with pytest.raises(UnsupportedModelError, match="state-spaces") as refused:
+        find_family(values, {})
+    assert "Mamba2ForCausalLM" in refused.value.hint
+
+
+K3_TEXT = {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": K3_TEXT},
+        K3_TEXT | {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        K3_TEXT | {"linear_attn_config": {"use_full_rank_gate": True}},
+        K3_TEXT | {"attn_res_block_size": 12},
+        {"model_type": "kimi_linear", "routed_expert_hidden_size": 3584},
+        {"text_config": K3_TEXT | {"mla_use_output_gate": True}},
+    ],
+    ids=["wrapper", "bounded gate", "full-rank gate", "attention residuals", "model_type only", "nested"],
+)
+def test_kimi_k3_is_not_taken_for_kimi_linear(values: Config) -> None:
+    """The text config of K3 carries the class name of Kimi-Linear."""
+    with pytest.raises(UnsupportedModelError, match="attention residuals"):
+        find_family(values, {})
+
+
+def test_bailing_hybrid_names_two_architectures() -> None:
+    """Ling 2.5 and 2.6 share Ling 3.0's model_type, but have lightning attention."""
+    ling_3 = config("ling_3_flash")
+    del ling_3["architectures"]
+    assert find_family(ling_3, {}).decoder().layers[0].kind == "kda"
+    ling_26 = {"model_type": "bailing_hybrid", "layer_group_size": 8, "group_norm_size": 4, "linear_silu": False}
+    with pytest.raises(UnsupportedModelError, match="lightning"):
+        find_family(ling_26, {})
+
+
+def test_puzzle_variants_of_nemotron_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="block_configs"):
+        find_family(config("nemotron_nano_v2_9b", block_configs=[{"mamba_num_heads": 64}]), {})
+
+
+# ---- configs of what is built ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_unknown_keys_that_are_on_are_refused(name: str) -> None:
+    """Ling's trained limits, ignored by every converter at first, are the reason for this rule."""
+    with pytest.raises(UnsupportedModelError, match="some_new_switch = 3"):
+        find_family(config(name, some_new_switch=3), {})
+    find_family(config(name, some_new_switch=False, another=0, third=[]), {})
+
+
+def test_unknown_keys_of_a_wrapper_are_refused() -> None:
+    values = read_config(CONFIGS / "qwen3_5_27b.json") | {"audio_config": {"layers": 3}}
+    with pytest.raises(UnsupportedModelError, match="audio_config"):
+        find_family(values, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("nemotron_nano_v2_9b", {"attention_bias": True}, "attention_bias is true"),
+        ("nemotron_nano_v2_9b", {"mamba_proj_bias": True}, "mamba_proj_bias is true"),
+        ("nemotron_nano_v2_9b", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("nemotron_nano_v2_9b", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("nemotron_nano_v2_9b", {"sliding_window": 4096}, "sliding_window"),
+        ("nemotron_3_nano_30b_a3b", {"n_shared_experts": 2}, "n_shared_experts"),
+        ("qwen3_next_80b_a3b", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("qwen3_next_80b_a3b", {"hidden_act": "gelu"}, "hidden_act"),
+        ("qwen3_next_80b_a3b", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_27b", {"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ("qwen3_5_27b", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5_27b", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
+        ("qwen3_5_27b", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ("qwen3_5_27b", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope_type"),
+        ("kimi_linear_48b_a3b", {"q_lora_rank": 1536}, "q_lora_rank"),
+        ("kimi_linear_48b_a3b", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear_48b_a3b", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ("kimi_linear_48b_a3b", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("ling_3_flash", {"no_kda_lora": False}, "no_kda_lora"),
+        ("ling_3_flash", {"up_proj_norm": True}, "up_proj_norm"),
+        ("ling_3_flash", {"value_norm": True}, "value_norm"),
+        ("ling_3_flash", {"use_nGPT": True}, "use_nGPT"),
+        ("ling_3_flash", {"scale_router_input": True}, "scale_router_input"),
+        ("ling_3_flash", {"use_mla_nope": True}, "use_mla_nope"),
+        ("ling_3_flash", {"use_qkv_bias": True}, "use_qkv_bias"),
+        ("ling_3_flash", {"mtp_use_kda": True}, "mtp_use_kda"),
+        ("ling_3_flash", {"rope_interleave": False}, "rope_interleave"),
+        ("codestral_mamba_7b", {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
+)
+def test_switches_that_are_not_implemented(name: str, change: Config, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        find_family(config(name, **change), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        # transformers would assume 10000; the models were trained with 1e7.
+        ("qwen3_next_80b_a3b", {"rope_theta": None}, "rope_theta is missing"),
+        ("qwen3_next_80b_a3b", {"partial_rotary_factor": None}, "partial_rotary_factor is missing"),
+        ("qwen3_5_27b", {"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
+        ("qwen3_5_27b", {"rope_theta": 1e4}, "rope_theta is 10000"),
+        ("qwen3_5_27b", {"head_dim": None}, "head_dim is missing"),
+        ("qwen3_5_27b", {"linear_num_value_heads": "48"}, "linear_num_value_heads"),
+        ("qwen3_5_27b", {"linear_num_value_heads": 0}, "must be positive"),
+        ("qwen3_5_27b", {"layer_types": ["linear_attention"] * 63}, "must list 64 layers"),
+        ("qwen3_5_27b", {"layer_types": ["sliding_attention"] * 64}, "must list 64 layers"),
+        ("qwen3_5_27b", {"vocab_size": None}, "vocab_size is missing"),
+        ("nemotron_nano_v2_9b", {"hybrid_override_pattern": "M-X*"}, "holds 'X'"),
+        ("nemotron_nano_v2_9b", {"hybrid_override_pattern": ""}, "is empty"),
+        ("nemotron_nano_v2_9b", {"num_hidden_layers": 52}, "num_hidden_layers is 52"),
+        ("nemotron_nano_v2_9b", {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
+        ("nemotron_nano_v2_9b", {"norm_eps": 1e-6}, "layer_norm_epsilon is 1e-05, but norm_eps"),
+        ("nemotron_nano_v2_9b", {"time_step_limit": [0.1, 0.0]}, "time_step_limit"),
+        ("nemotron_nano_v2_9b", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
+        ("nemotron_nano_v2_9b", {"time_step_limit": "inf"}, "time_step_limit"),
+        ("kimi_linear_48b_a3b", {"linear_attn_config": None}, "linear_attn_config"),
+        ("kimi_linear_48b_a3b", {"layer_types": ["linear_attention"] * 27}, "layer_types"),
+        ("kimi_linear_48b_a3b", {"num_key_value_heads": 8}, "num_key_value_heads"),
+        ("ling_3_flash", {"expert_swiglu_limit_list": [0, 4.0]}, "one number for each of 42 layers"),
+        ("ling_3_flash", {"expert_swiglu_limit_list": [-1.0] * 42}, "not negative"),
+        ("ling_3_flash", {"rope_theta": None}, "rope_theta is missing"),
+        ("ling_3_flash", {"kda_lower_bound": None}, "kda_lower_bound"),
+        ("ling_3_flash", {"num_experts_per_token": 6}, "num_experts_per_tok is 8"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
+)
+def test_configs_that_do_not_add_up(name: str, change: Config, named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        find_family(config(name, **change), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Counted from 0, as GLM does, every layer would be one off.
+        lambda linear: linear | {"kda_layers": [i - 1 for i in linear["kda_layers"]]},
+        lambda linear: linear | {"full_attn_layers": linear["full_attn_layers"][:-1]},
+        lambda linear: linear | {"full_attn_layers": [*linear["full_attn_layers"], 1]},
+        lambda linear: linear | {"kda_layers": 20},
+    ],
+    ids=["from 0", "one missing", "one twice", "no list"],
+)
+def test_layer_lists_of_kimi_cover_every_layer_once(change: Callable[[Config], Config]) -> None:
+    values = config("kimi_linear_48b_a3b")
+    values["linear_attn_config"] = change(values["linear_attn_config"])
+    with pytest.raises(CheckpointError, match="linear_attn_config"):
+        find_family(values, {})
+
+
+def test_infinity_in_both_spellings(tmp_path: Path) -> None:
+    """The hub writes the bare word Infinity, transformers 5 an object; both mean that time steps are not clamped."""
+    values = config("nemotron_nano_v2_9b")
+    path = tmp_path / "config.json"
+    for infinity in (float("inf"), {"__float__": "Infinity"}):
+        path.write_text(json.dumps(values | {"time_step_limit": [0.0, infinity]}))
+        layer = find_family(read_config(path), {}).decoder().layers[0]
+        assert (layer.dt_min, layer.dt_max) == (0.0, float("inf"))
+
+
+def test_all_four_symbols_of_the_pattern_are_known() -> None:
+    """Some loaders raise KeyError at '-'."""
+    values = config("nemotron_3_nano_30b_a3b", hybrid_override_pattern="M-*E", num_hidden_layers=4)
+    assert [layer.kind for layer in find_family(values, {}).decoder().layers] == ["mamba2", "mlp", "attention", "moe"]
+
+
+def test_the_outer_tie_wins() -> None:
+    values = config("qwen3_5_27b", tie_word_embeddings=True)
+    assert not find_family(values, {}).decoder().tie_embeddings
+    del values["tie_word_embeddings"]
+    assert find_family(values, {}).decoder().tie_embeddings
+
+
+def test_layers_behind_the_last_whole_group_of_ling_are_attention() -> None:
+    layers = find_family(config("ling_3_tiny", num_hidden_layers=6), {}).decoder().layers[::2]
+    assert [layer.kind for layer in layers] == ["kda", "kda", "kda", "mla", "mla", "mla"]
