@@ -1,0 +1,197 @@
+"""Every layer kind against a plain computation of the whole sequence: no cache, no ring, no packing tricks.
+
+Written from the layer's formulas in float64; the recurrences come from the oracle of the plugin tests. What a packed weight
+holds is stated here once more, by slicing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_harness import LAYERS, PLAN, random_input, random_weights, run
+from torch import Tensor
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.network.base import Rope
+
+Weights = dict[str, Tensor]
+
+
+def heads_of(x: Tensor, heads: int) -> np.ndarray:
+    return x.reshape(len(x), heads, -1).numpy()
+
+
+def rms(x: Tensor, epsilon: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def mamba2(layer: Mamba2, w: Weights, x: Tensor) -> Tensor:
+    inner, bc = layer.num_heads * layer.head_dim, layer.n_groups * layer.state_size
+    projected = x @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
+    z, xbc, dt = projected[:, :inner], projected[:, inner : 2 * inner + 2 * bc], projected[:, 2 * inner + 2 * bc :]
+    xbc = oracle.conv(xbc, w["conv1d.weight"], w.get("conv1d.bias"))
+    y, _ = oracle.mamba2(
+        heads_of(xbc[:, :inner], layer.num_heads),
+        heads_of(xbc[:, inner : inner + bc], layer.n_groups),
+        heads_of(xbc[:, inner + bc :], layer.n_groups),
+        dt.numpy(), *(w[name].numpy() for name in ("A_log", "dt_bias", "D")), (layer.dt_min, layer.dt_max),
+    )  # fmt: skip
+    gated = torch.from_numpy(y).flatten(1) * F.silu(z)
+    normed = torch.cat([rms(group, layer.norm_epsilon) for group in gated.chunk(layer.n_groups, -1)], -1)
+    return (normed * w["norm.weight"]) @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
+
+
+def gated_delta(layer: GatedDelta, w: Weights, x: Tensor) -> Tensor:
+    keys, values, heads = layer.num_key_heads * layer.key_dim, layer.num_value_heads * layer.value_dim, layer.num_value_heads
+    q, k, v, z, b, a = (x @ part.T for part in w["in_proj.weight"].split([keys, keys, values, values, heads, heads]))
+    taps = w["conv1d.weight"].split([keys, keys, values])
+    q, k, v = (oracle.conv(part, weight, None) for part, weight in zip((q, k, v), taps))
+    gates = (a.numpy(), b.numpy(), w["A_log"].numpy(), w["dt_bias"].numpy())
+    g, beta = oracle.gated_delta_gates(*gates, layer.key_dim, layer.beta_scale)
+    o, _ = oracle.delta_rule(heads_of(q, layer.num_key_heads), heads_of(k, layer.num_key_heads), heads_of(v, heads), g, beta)
+    normed = rms(torch.from_numpy(o), layer.norm_epsilon) * w["norm.weight"]
+    gate = F.silu(z) if layer.gate == "silu" else z.sigmoid()
+    return (normed.flatten(1) * gate) @ w["out_proj.weight"].T
+
+
+def kda(layer: Kda, w: Weights, x: Tensor) -> Tensor:
+    q, k, v = (
+        heads_of(oracle.conv(x @ weight.T, taps, None), layer.num_heads)
+        for weight, taps in zip(w["qkv.weight"].chunk(3), w["conv1d.weight"].chunk(3))
+    )
+    f, z = (
+        x @ w[f"{gate}.weight"].T if layer.gate_rank is None else x @ w[f"{gate}_a.weight"].T @ w[f"{gate}_b.weight"].T
+        for gate in ("f", "g")
+    )
+    bias = w["dt_bias"].reshape(layer.num_heads, -1).numpy()
+    beta = (x @ w["b.weight"].T).numpy()
+    g, beta = oracle.kda_gates(heads_of(f, layer.num_heads), beta, w["A_log"].numpy(), bias, layer.lower_bound)
+    o, _ = oracle.delta_rule(q, k, v, g, beta)
+    normed = rms(torch.from_numpy(o), layer.norm_epsilon) * w["norm.weight"]
+    return (normed.flatten(1) * z.sigmoid()) @ w["out_proj.weight"].T
+
+
+def rotated(x: Tensor, rope: Rope | None) -> Tensor:
+    """x ``[T, heads, D]`` turned as complex numbers, token t by t times each frequency."""
+    if rope is None:
+        return x
+    turned, rest = x[..., : rope.dim], x[..., rope.dim :]
+    pairs = turned.unflatten(-1, (-1, 2)) if rope.interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
+    frequencies = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None] * frequencies
+    spun = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_real(spun)
+    return torch.cat(((pairs if rope.interleaved else pairs.transpose(-1, -2)).flatten(-2), rest), -1)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q ``[T, H, D]``, k and v ``[T, Hkv, D]``; ``[T, H * Dv]``."""
+    share = q.shape[1] // k.shape[1]
+    heads = (x.transpose(0, 1) for x in (q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)))
+    return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale).transpose(0, 1).flatten(1)
+
+
+def attention(layer: Attention, w: Weights, x: Tensor) -> Tensor:
+    q_width, kv_width = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    projected = x @ w["qkv.weight"].T + w.get("qkv.bias", 0)
+    gate = projected[:, q_width : 2 * q_width] if layer.output_gate else None
+    k, v = projected[:, -2 * kv_width : -kv_width], projected[:, -kv_width:]
+    q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in (projected[:, :q_width], k, v))
+    if layer.qk_norm_epsilon is not None:
+        centre = 1 if layer.qk_norm_zero_centred else 0
+        q, k = (rms(y, layer.qk_norm_epsilon) * (centre + w[f"{n}_norm.weight"]) for y, n in ((q, "q"), (k, "k")))
+    out = causal(rotated(q, layer.rope), rotated(k, layer.rope), v, layer.scale)
+    return (out if gate is None else out * gate.sigmoid()) @ w["dense.weight"].T + w.get("dense.bias", 0)
+
+
+def mla(layer: Mla, w: Weights, x: Tensor) -> Tensor:
+    """Keys and values are expanded per head, which the layer never does."""
+    if layer.q_rank is None:
+        q = x @ w["q.weight"].T
+    else:
+        low = rms(x @ w["q_a.weight"].T, layer.q_epsilon or layer.latent_epsilon) * w["q_a_norm.weight"]
+        q = low @ w["q_b.weight"].T
+    q = q.unflatten(-1, (layer.num_heads, -1))
+    compressed = x @ w["kv_a.weight"].T
+    latent = rms(compressed[:, : layer.kv_rank], layer.latent_epsilon) * w["kv_a_norm.weight"]
+    k_rope = rotated(compressed[:, None, layer.kv_rank :], layer.rope).expand(-1, layer.num_heads, -1)
+    k = torch.cat((torch.einsum("tr,hrn->thn", latent, w["k_up.weight"]), k_rope), -1)
+    q = torch.cat((q[..., : layer.nope_dim], rotated(q[..., layer.nope_dim :], layer.rope)), -1)
+    out = causal(q, k, torch.einsum("tr,hvr->thv", latent, w["v_up.weight"]), q.shape[-1] ** -0.5)
+    if layer.gate is not None:
+        gate = (x @ w["gate.weight"].T).sigmoid()
+        out = out * (gate.repeat_interleave(layer.value_dim, -1) if layer.gate == "head" else gate)
+    return out @ w["dense.weight"].T
+
+
+def mlp(layer: Mlp, w: Weights, x: Tensor) -> Tensor:
+    hidden = feed_forward(x @ w["up.weight"].T + w.get("up.bias", 0), layer.activation, layer.limit)
+    return hidden @ w["down.weight"].T + w.get("down.bias", 0)
+
+
+def feed_forward(hidden: Tensor, activation: str, limit: float | None) -> Tensor:
+    if activation == "relu2":
+        return hidden.relu() ** 2
+    gate, up = hidden.chunk(2, -1)
+    bound = torch.inf if limit is None else limit
+    return F.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
+
+
+def moe(layer: Moe, w: Weights, x: Tensor) -> Tensor:
+    logits = x @ w["router.weight"].T
+    scores = logits.softmax(-1) if layer.router == "softmax" else logits.sigmoid()
+    choice = scores + w.get("router.bias", 0)
+    routed = x if layer.latent_size is None else x @ w["latent_in.weight"].T
+    rows = []
+    for t in range(len(x)):
+        eligible = set(range(layer.num_experts))
+        if layer.n_group > 1:
+            size = layer.num_experts // layer.n_group
+            groups = [range(i * size, (i + 1) * size) for i in range(layer.n_group)]
+            groups.sort(key=lambda group: -sum(sorted(choice[t, list(group)].tolist())[-2:]))
+            eligible = {e for group in groups[: layer.topk_group] for e in group}
+        chosen = sorted(eligible, key=lambda e: -choice[t, e].item())[: layer.top_k]
+        total = scores[t, chosen].sum() if layer.normalise else 1.0
+        rows.append(
+            sum(
+                layer.routed_scale * scores[t, e] / total
+                * (w["experts.down.weight"][e] @ feed_forward(w["experts.up.weight"][e] @ routed[t], layer.activation, layer.limit))
+                for e in chosen
+            )
+        )  # fmt: skip
+    out = torch.stack(rows)
+    if layer.latent_size is not None:
+        out = out @ w["latent_out.weight"].T
+    if layer.shared is not None:
+        shared = mlp(layer.shared, {n.removeprefix("shared."): v for n, v in w.items() if n.startswith("shared.")}, x)
+        out = out + (shared * (x @ w["shared_gate.weight"].T).sigmoid() if layer.shared_gate else shared)
+    return out
+
+
+FORMULAS: dict[str, Callable] = {
+    "mamba2": mamba2, "gated_delta": gated_delta, "kda": kda, "attention": attention, "mla": mla, "mlp": mlp, "moe": moe,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_in_steps_is_its_formula_over_the_sequence(name: str) -> None:
+    """Prefill in chunks, verify with rejected drafts, decode and forced flush, against one pass over the kept tokens."""
+    layer, weights = LAYERS[name], random_weights(LAYERS[name])
+    (output,) = run(layer, weights)
+    wide = {weight: value.double() for weight, value in weights.items()}
+    accepted = sum(step[1] for step in PLAN)
+    for row, x in enumerate(random_input().double()):
+        expected = FORMULAS[layer.kind](layer, wide, x[:accepted])
+        assert expected.std() > 0.05, "the comparison must have something to see"
+        torch.testing.assert_close(output[row].double(), expected, atol=2e-5, rtol=2e-5)
