@@ -27,7 +27,19 @@ from trtllm_replayssm.replay import ReplayConfig
 HIDDEN, TOKENS, ROWS = 32, 40, 2
 REPLAY = ReplayConfig(window=8, max_draft_len=3)
 #: (T, accepted, mode) of each step: prefill in two chunks, verify steps with rejections, decode, forced flush.
-PLAN = [(7, 7, 2), (4, 4, 2), (4, 2, 0), (4, 4, 0), (1, 1, 0), (3, 1, 0), (4, 4, 1), (2, 2, 0), (4, 3, 0), (4, 4, 0), (1, 1, 0)]
+PLAN = [
+    (7, 7, 2),
+    (4, 4, 2),
+    (4, 2, 0),
+    (4, 4, 0),
+    (1, 1, 0),
+    (3, 1, 0),
+    (4, 4, 1),
+    (2, 2, 0),
+    (4, 3, 0),
+    (4, 4, 0),
+    (1, 1, 0),
+]
 
 LAYERS: dict[str, Layer] = {
     "mamba2": Mamba2(8, 4, 6, 4, 4, 1e-5, conv_bias=True, proj_bias=True, dt_min=0.01, dt_max=1.5),
@@ -45,7 +57,9 @@ LAYERS: dict[str, Layer] = {
     "mlp_limit": Mlp(16, "swiglu", limit=0.5),
     "mlp_relu2": Mlp(16, "relu2", bias=True),
     "moe_softmax": Moe(8, 3, 8, "swiglu", "softmax", shared=Mlp(8, "swiglu"), shared_gate=True),
-    "moe_groups": Moe(8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.5, shared=Mlp(12, "swiglu", limit=0.5)),
+    "moe_groups": Moe(
+        8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.5, shared=Mlp(12, "swiglu", 0.5)
+    ),
     "moe_latent": Moe(8, 2, 8, "relu2", "sigmoid", normalise=False, latent_size=10, shared=Mlp(8, "relu2")),
 }  # fmt: skip
 

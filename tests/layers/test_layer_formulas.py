@@ -53,13 +53,19 @@ def mamba2(layer: Mamba2, w: Weights, x: Tensor) -> Tensor:
 
 
 def gated_delta(layer: GatedDelta, w: Weights, x: Tensor) -> Tensor:
-    keys, values, heads = layer.num_key_heads * layer.key_dim, layer.num_value_heads * layer.value_dim, layer.num_value_heads
+    keys, values, heads = (
+        layer.num_key_heads * layer.key_dim,
+        layer.num_value_heads * layer.value_dim,
+        layer.num_value_heads,
+    )
     q, k, v, z, b, a = (x @ part.T for part in w["in_proj.weight"].split([keys, keys, values, values, heads, heads]))
     taps = w["conv1d.weight"].split([keys, keys, values])
     q, k, v = (oracle.conv(part, weight, None) for part, weight in zip((q, k, v), taps))
     gates = (a.numpy(), b.numpy(), w["A_log"].numpy(), w["dt_bias"].numpy())
     g, beta = oracle.gated_delta_gates(*gates, layer.key_dim, layer.beta_scale)
-    o, _ = oracle.delta_rule(heads_of(q, layer.num_key_heads), heads_of(k, layer.num_key_heads), heads_of(v, heads), g, beta)
+    o, _ = oracle.delta_rule(
+        heads_of(q, layer.num_key_heads), heads_of(k, layer.num_key_heads), heads_of(v, heads), g, beta
+    )
     normed = rms(torch.from_numpy(o), layer.norm_epsilon) * w["norm.weight"]
     gate = F.silu(z) if layer.gate == "silu" else z.sigmoid()
     return (normed.flatten(1) * gate) @ w["out_proj.weight"].T
@@ -163,13 +169,11 @@ def moe(layer: Moe, w: Weights, x: Tensor) -> Tensor:
             eligible = {e for group in groups[: layer.topk_group] for e in group}
         chosen = sorted(eligible, key=lambda e: -choice[t, e].item())[: layer.top_k]
         total = scores[t, chosen].sum() if layer.normalise else 1.0
-        rows.append(
-            sum(
-                layer.routed_scale * scores[t, e] / total
-                * (w["experts.down.weight"][e] @ feed_forward(w["experts.up.weight"][e] @ routed[t], layer.activation, layer.limit))
-                for e in chosen
-            )
-        )  # fmt: skip
+        row = torch.zeros(routed.shape[1], dtype=x.dtype)
+        for e in chosen:
+            hidden = feed_forward(w["experts.up.weight"][e] @ routed[t], layer.activation, layer.limit)
+            row += layer.routed_scale * scores[t, e] / total * (w["experts.down.weight"][e] @ hidden)
+        rows.append(row)
     out = torch.stack(rows)
     if layer.latent_size is not None:
         out = out @ w["latent_out.weight"].T

@@ -84,12 +84,26 @@ def pools(net: Network, attributes, broken: str | None = None) -> dict[str, torc
 
 
 def delta(net: Network, **changed) -> object:
-    fitting = {"qkv": t(2, 1, 32), "a": t(2, 1, 4), "b": t(2, 1, 4), "A_log": t(4), "dt_bias": t(4), "pools": pools(net, GATED_DELTA)}
+    fitting = {
+        "qkv": t(2, 1, 32),
+        "a": t(2, 1, 4),
+        "b": t(2, 1, 4),
+        "A_log": t(4),
+        "dt_bias": t(4),
+        "pools": pools(net, GATED_DELTA),
+    }
     return net.gated_delta(GATED_DELTA, **(fitting | changed))
 
 
 def kda(net: Network, **changed) -> object:
-    fitting = {"qkv": t(2, 1, 22), "f": t(2, 1, 6), "b": t(2, 1, 2), "A_log": t(2), "dt_bias": t(6), "pools": pools(net, KDA)}
+    fitting = {
+        "qkv": t(2, 1, 22),
+        "f": t(2, 1, 6),
+        "b": t(2, 1, 2),
+        "A_log": t(2),
+        "dt_bias": t(6),
+        "pools": pools(net, KDA),
+    }
     return net.kda(KDA, **(fitting | changed))
 
 

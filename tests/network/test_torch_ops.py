@@ -79,7 +79,11 @@ def test_rms_norm_of_large_half_precision_does_not_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "function"),
-    [("silu", lambda x: x / (1 + (-x).exp())), ("sigmoid", lambda x: 1 / (1 + (-x).exp())), ("relu2", lambda x: x.clamp(min=0) ** 2)],
+    [
+        ("silu", lambda x: x / (1 + (-x).exp())),
+        ("sigmoid", lambda x: 1 / (1 + (-x).exp())),
+        ("relu2", lambda x: x.clamp(min=0) ** 2),
+    ],
 )
 def test_activations(kind, function) -> None:
     x = torch.randn(2, 3, 5)

@@ -29,7 +29,13 @@ def conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu:
 
 
 def mamba2(
-    x: np.ndarray, b: np.ndarray, c: np.ndarray, dt: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, D: np.ndarray,
+    x: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    dt: np.ndarray,
+    A_log: np.ndarray,
+    dt_bias: np.ndarray,
+    D: np.ndarray,
     limits: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
     """x ``[L, H, P]``, b and c ``[L, G, N]``, dt ``[L, H]``; outputs ``[L, H, P]``, states ``[L + 1, H, P, N]``."""

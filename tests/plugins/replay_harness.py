@@ -21,8 +21,8 @@ from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.plugins.reference import conv, delta_rule
 from trtllm_replayssm.plugins.reference import mamba2 as mamba2_reference
 from trtllm_replayssm.plugins.reference.advance import advance
-from trtllm_replayssm.plugins.reference.materialise import materialise
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence
+from trtllm_replayssm.plugins.reference.materialise import materialise
 from trtllm_replayssm.replay import ReplayConfig
 
 #: Per-token inputs of a request, ``[L, width]`` each: ``packed`` goes through the convolution, the rest are gates.
@@ -48,9 +48,11 @@ class Spec:
     @property
     def gates(self) -> dict[str, int]:
         heads, width = self.heads[1], self.dims[0]
-        return {"mamba2": {"dt": heads}, "gated_delta": {"a": heads, "b": heads}, "kda": {"f": heads * width, "b": heads}}[
-            self.kind
-        ]
+        return {
+            "mamba2": {"dt": heads},
+            "gated_delta": {"a": heads, "b": heads},
+            "kda": {"f": heads * width, "b": heads},
+        }[self.kind]
 
     def attributes(self, replay: ReplayConfig) -> Any:
         (groups, heads), (width, values) = self.heads, self.dims
@@ -148,7 +150,10 @@ class Simulator:
         state = getattr(torch, replay.state_dtype)
         ring = activation if replay.ring_dtype == "auto" else getattr(torch, replay.ring_dtype)
         described = self.attributes.pools(activation, state, ring) | self.conv_attributes.pools(activation)
-        self.pools = {name: self.allocate(replace(p, dtype=torch.float64) if wide else p, slots, fill) for name, p in described.items()}
+        self.pools = {
+            name: self.allocate(replace(p, dtype=torch.float64) if wide else p, slots, fill)
+            for name, p in described.items()
+        }
         self.cursors = torch.zeros(slots, CURSOR_WORDS, dtype=torch.int32)
 
     @staticmethod

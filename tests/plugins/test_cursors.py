@@ -17,7 +17,9 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReplayConfig
 KERNEL = 4
 
 
-def plan(cursors: torch.Tensor, window: int, slots: list[int], lens: list[int], modes: list[int], tokens: int) -> torch.Tensor:
+def plan(
+    cursors: torch.Tensor, window: int, slots: list[int], lens: list[int], modes: list[int], tokens: int
+) -> torch.Tensor:
     ids, lengths, kinds = (torch.tensor(values, dtype=torch.int32) for values in (slots, lens, modes))
     return advance(AdvanceAttributes(window), cursors, ids, lengths, kinds, tokens)
 
@@ -93,7 +95,9 @@ def test_rows_are_independent_and_padding_is_inert() -> None:
     cursors = torch.zeros(4, CURSOR_WORDS, dtype=torch.int32)
     cursors[:, Cursor.COMMITTED] = torch.tensor([10, 20, 30, 40])
     cursors[:, Cursor.FOLDED] = torch.tensor([8, 13, 24, 40])
-    step = plan(cursors, 8, [3, -1, 1, 0], [3, 3, 2, 1], [RowMode.ABSORB, RowMode.ABSORB, RowMode.DECODE, RowMode.FLUSH], 3)
+    step = plan(
+        cursors, 8, [3, -1, 1, 0], [3, 3, 2, 1], [RowMode.ABSORB, RowMode.ABSORB, RowMode.DECODE, RowMode.FLUSH], 3
+    )
     assert step.shape == (4, STEP_WORDS)
     assert step.dtype == torch.int32
     assert step[:, :5].tolist() == [[3, 40, 40, 43, 3], [-1, 0, 0, 0, 0], [1, 20, 13, 20, 2], [0, 10, 8, 10, 1]]
@@ -133,7 +137,8 @@ def test_options_that_cannot_work_are_refused_at_once(options: dict, message: st
 
 
 @pytest.mark.parametrize(
-    ("window", "drafts", "rows", "verify"), [(1, 0, 1, 1), (16, 0, 16, 1), (8, 7, 16, 8), (16, 15, 32, 16), (64, 1, 66, 2)]
+    ("window", "drafts", "rows", "verify"),
+    [(1, 0, 1, 1), (16, 0, 16, 1), (8, 7, 16, 8), (16, 15, 32, 16), (64, 1, 66, 2)],
 )
 def test_sizes_that_follow_from_the_options(window: int, drafts: int, rows: int, verify: int) -> None:
     replay = ReplayConfig(window=window, max_draft_len=drafts)

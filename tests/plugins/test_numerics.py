@@ -7,7 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replay_harness import GATED_DELTA, KDA, KDA_BOUNDED, MAMBA2, SPECS, Row, Simulator, Spec, assert_close, garbage, joined, part
+from replay_harness import (
+    GATED_DELTA,
+    KDA,
+    KDA_BOUNDED,
+    MAMBA2,
+    SPECS,
+    Row,
+    Simulator,
+    Spec,
+    assert_close,
+    garbage,
+    joined,
+    part,
+)
 
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.replay import ReplayConfig
@@ -16,7 +29,9 @@ REPLAY = ReplayConfig(window=16, max_draft_len=3)
 all_kinds = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
-def check(spec: Spec, tokens: int, tolerance: float, replay: ReplayConfig = REPLAY, activation: torch.dtype = torch.float64) -> Simulator:
+def check(
+    spec: Spec, tokens: int, tolerance: float, replay: ReplayConfig = REPLAY, activation: torch.dtype = torch.float64
+) -> Simulator:
     """A prefill, then verify steps of 4 with 1 to 4 accepted; outputs and the last checkpoint against the oracle."""
     sim, text = Simulator(spec, replay, activation=activation), spec.inputs(tokens)
     answers, step = [sim.decode(0, part(text, 0, 6), RowMode.ABSORB)], 0
@@ -39,7 +54,9 @@ def test_strong_gates(spec: Spec, activation: torch.dtype, tolerance: float) -> 
     bound = {"lower_bound": -20.0} if "lower_bound" in spec.options else {}
     strong = replace(spec, rate=(3.0, 4.0), decay_bias=2.0, options=dict(spec.options) | bound)
     sim = check(strong, 60, tolerance, activation=activation)
-    decays = sim.pools["ring_dt"] * sim.weights["A_log"].exp()[:, None] if spec.kind == "mamba2" else -sim.pools["ring_g"]
+    decays = (
+        sim.pools["ring_dt"] * sim.weights["A_log"].exp()[:, None] if spec.kind == "mamba2" else -sim.pools["ring_g"]
+    )
     assert decays[0].median() > 18, "the gates must have been strong"
 
 

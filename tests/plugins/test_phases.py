@@ -40,7 +40,13 @@ def at_phase(spec: Spec, history: int, start: int, activation: torch.dtype = tor
 def test_every_history_and_wrap(spec: Spec, history: int) -> None:
     """Row 0 of the live ring stands at every physical row, and every following step type answers rightly."""
     for start in range(1, RING + 1):
-        for tokens, mode in ((1, RowMode.DECODE), (3, RowMode.DECODE), (1, RowMode.FLUSH), (3, RowMode.FLUSH), (7, RowMode.ABSORB)):
+        for tokens, mode in (
+            (1, RowMode.DECODE),
+            (3, RowMode.DECODE),
+            (1, RowMode.FLUSH),
+            (3, RowMode.FLUSH),
+            (7, RowMode.ABSORB),
+        ):
             sim, text = at_phase(spec, history, start)
             assert (sim.committed(0), sim.folded(0)) == (start + history, start)
             done = sim.committed(0)
@@ -70,7 +76,20 @@ def test_turns_continue_on_a_ring_that_holds_history(spec: Spec) -> None:
     """A second prompt is absorbed on top of decoded tokens that are still in the ring."""
     sim, text = Simulator(spec, REPLAY), spec.inputs(90)
     answers = []
-    for tokens, mode in [(9, 2), (1, 0), (3, 0), (11, 2), (2, 0), (2, 0), (1, 2), (3, 0), (30, 2), (1, 0), (1, 1), (3, 0)]:
+    for tokens, mode in [
+        (9, 2),
+        (1, 0),
+        (3, 0),
+        (11, 2),
+        (2, 0),
+        (2, 0),
+        (1, 2),
+        (3, 0),
+        (30, 2),
+        (1, 0),
+        (1, 1),
+        (3, 0),
+    ]:
         done = sim.committed(0)
         answers.append(sim.decode(0, part(text, done, done + tokens), RowMode(mode)))
     expected, _ = spec.expected(sim.weights, part(text, 0, sim.committed(0)))
@@ -106,7 +125,11 @@ def ordinary_step(spec: Spec, weights: dict, state: torch.Tensor, packed: torch.
     if spec.kind == "mamba2":
         x, b, _ = packed.split([heads * values, keys, keys])
         dt = softplus(gates["dt"] + weights["dt_bias"])
-        decay, u, k = (-weights["A_log"].exp() * dt).exp()[:, None], dt[:, None] * x.view(heads, values), b.view(groups, width)
+        decay, u, k = (
+            (-weights["A_log"].exp() * dt).exp()[:, None],
+            dt[:, None] * x.view(heads, values),
+            b.view(groups, width),
+        )
         state = decay[..., None] * state
     else:
         _, k, v = packed.split([keys, keys, heads * values])
@@ -128,12 +151,19 @@ def test_window_one_is_the_ordinary_recurrence_bit_for_bit(spec: Spec) -> None:
     sim, text = Simulator(spec, ReplayConfig(window=1), activation=torch.float32), spec.inputs(24)
     convolved = Simulator(spec, ReplayConfig(window=1), activation=torch.float32)
     convolved.layer = lambda batch, plan: conv.causal_conv(  # type: ignore[method-assign]
-        sim.conv_attributes, batch["packed"], sim.weights["conv"], sim.weights["conv_bias"], plan, convolved.pools["conv_ring"]
+        sim.conv_attributes,
+        batch["packed"],
+        sim.weights["conv"],
+        sim.weights["conv_bias"],
+        plan,
+        convolved.pools["conv_ring"],
     )
     state = torch.zeros(sim.pools["state"].shape[1:])
     for i in range(24):
         token = part(text, i, i + 1)
-        state = ordinary_step(spec, sim.weights, state, convolved.decode(0, token)[0], {n: token[n][0] for n in spec.gates})
+        state = ordinary_step(
+            spec, sim.weights, state, convolved.decode(0, token)[0], {n: token[n][0] for n in spec.gates}
+        )
         sim.decode(0, token)
         assert sim.folded(0) == i + 1
         assert torch.equal(sim.pools["state"][0], state)

@@ -59,7 +59,10 @@ def test_steps_touch_their_own_slots_only(spec: Spec) -> None:
     before = {name: pool.clone() for name, pool in sim.pools.items()}
     text = spec.inputs(30)
     for tokens, mode in ((5, 2), (4, 0), (4, 0), (4, 1), (1, 0)):
-        rows = [Row(2, part(text, 0, tokens), RowMode(mode)), Row(-1, garbage(spec, tokens, math.nan, 0), RowMode(mode))]
+        rows = [
+            Row(2, part(text, 0, tokens), RowMode(mode)),
+            Row(-1, garbage(spec, tokens, math.nan, 0), RowMode(mode)),
+        ]
         sim.step(rows)
         sim.commit(2, tokens)
     for name, pool in sim.pools.items():
@@ -103,7 +106,9 @@ def test_pools_may_lie_anyhow_in_memory(spec: Spec) -> None:
     converse(strided, 2)
     transposed = Simulator(spec, REPLAY)
     for name, pool in transposed.pools.items():
-        transposed.pools[name] = torch.full(pool.shape[::-1], math.nan, dtype=pool.dtype).permute(*range(pool.ndim)[::-1])
+        transposed.pools[name] = torch.full(pool.shape[::-1], math.nan, dtype=pool.dtype).permute(
+            *range(pool.ndim)[::-1]
+        )
     converse(transposed, 2)
 
 
