@@ -80,7 +80,7 @@ def convert_family(
         decoder=decoder,
         replay=replay,
         eos_token_ids=eos_token_ids(folder, decoder.vocab_size, warn),
-        num_tokens=num_tokens(folder, decoder.vocab_size),
+        num_tokens=num_tokens(folder, decoder.vocab_size, warn),
         max_position_embeddings=max_position_embeddings(folder),
     )
     # Refuses a tp_size that would tear heads or groups apart.

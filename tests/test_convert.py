@@ -191,6 +191,14 @@ def test_number_of_tokens(tmp_path: Path, tensors: dict, tokenizer: dict, expect
     assert run(model, tmp_path / "out").num_tokens == expected
 
 
+def test_a_tokenizer_beyond_the_embedding_is_a_warning(tmp_path: Path, tensors: dict) -> None:
+    model = write_folder(tmp_path / "hf", tensors)
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 51}}}')
+    warnings: list[str] = []
+    assert run(model, tmp_path / "out", warnings=warnings).num_tokens is None
+    assert "51 rows" in warnings[0]
+
+
 def test_progress_ends_at_the_total(tmp_path: Path, tensors: dict) -> None:
     calls: list[tuple[int, int, str]] = []
     run(write_folder(tmp_path / "hf", tensors), tmp_path / "out", progress=lambda *call: calls.append(call))
@@ -405,7 +413,6 @@ def test_trained_length_of_another_type(tmp_path: Path, tensors: dict, value: ob
         ('{"model": []}', "damaged"),
         ('{"model": {"vocab": {"a": "b"}}}', "damaged"),
         ('{"added_tokens": [{}]}', "damaged"),
-        ('{"model": {"vocab": {"a": 51}}}', "51 rows"),
     ],
 )
 def test_damaged_tokenizers(tmp_path: Path, tensors: dict, text: str, what: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_family import CONFIG, write_folder, write_index
 
@@ -328,6 +330,26 @@ def two(first: list[int], second: list[int]) -> dict:
 def test_damaged_file(single: Path, content: bytes, parts: list[str]) -> None:
     (single / "model.safetensors").write_bytes(content)
     refused(single, "model.safetensors", *parts)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_no_damage_of_a_header_goes_further_than_a_refusal(single: Path, data: st.DataObject) -> None:
+    """Bytes of a sound file are changed or cut off: it is refused, or its entries still lie within the file."""
+    pristine = single / "pristine"
+    if not pristine.exists():
+        (single / "model.safetensors").rename(pristine)
+    content = bytearray(pristine.read_bytes())
+    length = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, length - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
+    (single / "model.safetensors").write_bytes(content)
+    try:
+        entries = HfFolder(single).entries
+    except CheckpointError:
+        return
+    assert all(0 < entry.start < entry.end <= len(content) for entry in entries.values())
 
 
 def test_padded_header_is_fine(tmp_path: Path) -> None:

@@ -59,12 +59,12 @@ def eos_token_ids(folder: HfFolder, vocab_size: int, warn: Callable[[str], None]
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         warn(
-            f"{folder.path / where}: eos_token_id {outside} is outside the vocabulary of {vocab_size} and never ends a text"
+            f"{folder.path / where}: eos_token_id {outside} is outside the vocabulary of {vocab_size} and ends no text"
         )
     return tuple(dict.fromkeys(i for i in ids if i not in outside))
 
 
-def num_tokens(folder: HfFolder, vocab_size: int) -> int | None:
+def num_tokens(folder: HfFolder, vocab_size: int, warn: Callable[[str], None]) -> int | None:
     """One more than the tokenizer's largest id, where the embedding has rows beyond it; None otherwise."""
     path = folder.path / "tokenizer.json"
     data = optional_json(path)
@@ -77,10 +77,7 @@ def num_tokens(folder: HfFolder, vocab_size: int) -> int | None:
     except (AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{path} is damaged: its vocabulary cannot be read", "download it again") from None
     if count > vocab_size:
-        raise CheckpointError(
-            f"{path} has ids up to {count - 1}, but the embedding has {vocab_size} rows",
-            "use the tokenizer that belongs to this checkpoint",
-        )
+        warn(f"{path} has ids up to {count - 1}, but the embedding has {vocab_size} rows; such tokens cannot be read")
     return count if 0 < count < vocab_size else None
 
 
