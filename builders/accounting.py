@@ -68,7 +68,7 @@ def check_shapes(folder: HfFolder, name: str, source: Source, parameter: Paramet
         except (RuntimeError, ValueError, IndexError, TypeError):
             made = None
         if made != expected:
-            found = ", ".join(f"{tensor} {list(shape)}" for tensor, shape in zip(run[:3], shapes, strict=False))
+            found = ", ".join(f"{tensor} {list(shape)}" for tensor, shape in zip(run[:6], shapes, strict=False))
             raise CheckpointError(
                 f"{found} {'does' if len(run) == 1 else 'do'} not fit config.json, which asks for {list(expected)}"
                 f" in {name}",

@@ -20,6 +20,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+transformers.utils.logging.disable_progress_bar()
+
 VOCAB_SIZE = 128
 #: Ids below are special, ids above are image and video tokens of the wrappers.
 TEXT_IDS = (3, 110)

@@ -68,7 +68,8 @@ def write_hub(model: Any, folder: Path, shards: int = 2, mtp: bool = True) -> Pa
 
 def mamba2(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     # Published files hold the bare word Infinity, which is what json.dumps writes.
-    config["time_step_limit"] = [0.0, float("inf")]
+    limit = config["time_step_limit"]
+    config["time_step_limit"] = [float(end["__float__"]) if isinstance(end, dict) else end for end in limit]
 
 
 def nemotron_h(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
