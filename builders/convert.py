@@ -18,7 +18,7 @@ from torch import Tensor
 from trtllm_replayssm.builders.accounting import account
 from trtllm_replayssm.builders.checkpoint import ARCHITECTURE, TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.families.base import Family, Source
-from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.families.registry import architectures, find_family
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
 from trtllm_replayssm.builders.parallel import Parameter
@@ -74,7 +74,7 @@ def convert_family(
         raise UserError(f"tp_size is {tp_size}; it must be 1 or more")
     decoder = family.decoder()
     config = CheckpointConfig(
-        hf_architecture=next(iter(folder.config.get("architectures") or ()), type(family).architectures[0]),
+        hf_architecture=next(iter(architectures(folder.config)), type(family).architectures[0]),
         dtype=model_dtype(folder, dtype),
         tp_size=tp_size,
         decoder=decoder,

@@ -24,6 +24,7 @@ from trtllm_replayssm.builders.convert import Progress, check_folders, convert_f
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.hf.folder import HfFolder
+from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -225,6 +226,12 @@ def test_convert_finds_the_family_and_passes_its_notes_on(
     assert config.replay == ReplayConfig()
 
 
+@pytest.mark.parametrize("named", [["TinyForCausalLM"], "TinyForCausalLM", None, []])
+def test_architecture_of_the_source(tmp_path: Path, tensors: dict, named: object) -> None:
+    model = write_folder(tmp_path / "hf", tensors, CONFIG | {"architectures": named})
+    assert run(model, tmp_path / "out").hf_architecture == "TinyForCausalLM"
+
+
 def test_convert_refuses_unknown_families(tmp_path: Path, tensors: dict) -> None:
     model = write_folder(tmp_path / "hf", tensors)
     with pytest.raises(UnsupportedModelError, match="TinyForCausalLM"):
@@ -322,6 +329,16 @@ def test_values_that_are_not_finite(
     broken = tensors[name].clone().to(dtype)
     broken.view(-1)[-1] = value
     refused(tmp_path, tensors | {name: broken}, name, what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", [0, 1, 7, 31, 32, 4095, 50_000, 99_998, 99_999])
+def test_one_nan_anywhere_is_found(place: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(100_000).to(dtype)
+    conversion.check_values("x", tensor, Parameter((100_000,)), dtype)
+    tensor[place] = torch.nan
+    with pytest.raises(CheckpointError, match="x holds NaN"):
+        conversion.check_values("x", tensor, Parameter((100_000,)), dtype)
 
 
 @pytest.mark.parametrize("name", [IN_PROJ, EXPERT, EMBEDDING, "hf.transformer.ln_f.weight"])
