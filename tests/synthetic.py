@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, rank_file
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -41,8 +43,24 @@ LAYERS: tuple[Layer, ...] = (
 VOCAB_SIZE = 51
 
 
-def decoder(layers: tuple[Layer, ...] = LAYERS, tie_embeddings: bool = False) -> HybridDecoder:
-    return HybridDecoder(VOCAB_SIZE, 64, 1e-5, layers, tie_embeddings=tie_embeddings)
+#: Special tokens, one token per byte, and ids that only pad the embedding.
+TEXT_TOKENS, TEXT_VOCAB_SIZE = 258, 263
+
+
+def decoder(
+    layers: tuple[Layer, ...] = LAYERS, tie_embeddings: bool = False, vocab_size: int = VOCAB_SIZE
+) -> HybridDecoder:
+    return HybridDecoder(vocab_size, 64, 1e-5, layers, tie_embeddings=tie_embeddings)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json: ``<s>`` and ``</s>`` (ids 0 and 1), then the 256 bytes of UTF-8."""
+    bytes_of_utf8 = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(("<s>", "</s>", *bytes_of_utf8))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def random_weights(model: HybridDecoder, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -91,10 +109,19 @@ def write_engine(
     folder: Path,
     model: HybridDecoder | None = None,
     options: BuildOptions | None = None,
-    **checkpoint: object,
+    text: bool = False,
+    **checkpoint: Any,
 ) -> Path:
-    """An engine folder of ``model`` (every layer kind by default); the checkpoint is left beside it."""
-    source = write_checkpoint(folder.with_name(folder.name + ".checkpoint"), model or decoder(), **checkpoint)  # type: ignore[arg-type]
+    """An engine folder of ``model`` (every layer kind by default); the checkpoint is left beside it.
+
+    text: with a tokenizer and the vocabulary it needs, which is padded.
+    """
+    if text:
+        model = model or decoder(vocab_size=TEXT_VOCAB_SIZE)
+        checkpoint = {"num_tokens": TEXT_TOKENS, "eos_token_ids": (1,)} | checkpoint
+    source = write_checkpoint(folder.with_name(folder.name + ".checkpoint"), model or decoder(), **checkpoint)
+    if text:
+        write_tokenizer(source)
     build_engine(source, folder, options or BuildOptions(max_batch_size=4, max_seq_len=256, max_num_tokens=1024))
     return folder
 

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-
 import synthetic
+import torch
 from synthetic import VOCAB_SIZE
+
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode
 from trtllm_replayssm.replay import ReplayConfig
