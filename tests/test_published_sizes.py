@@ -1,7 +1,7 @@
 """A bare config.json of every published size gives its layers, head shapes and recurrent state.
 
-The files in data/configs hold the keys that matter. The order of the layers of Nemotron 3 Super, and the group size of
-Ling-3.0-tiny, follow from the counts alone.
+The files in data/configs hold the keys that matter. Of the layers of Nemotron 3 Super only the counts are right, not the
+order.
 """
 
 from __future__ import annotations

@@ -63,7 +63,11 @@ def test_plain_transformers_are_refused_by_name(values: Config) -> None:
     assert "Nemotron-H" in refused.value.hint
 
 
-@pytest.mark.parametrize("values", [{}, {"architectures": [], "model_type": None}, {"architectures": [None]}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"architectures": [], "model_type": None}, {"architectures": [None]}, {"architectures": 5, "model_type": []}],
+    ids=str,
+)
 def test_a_config_without_a_name_is_refused(values: Config) -> None:
     with pytest.raises(UnsupportedModelError, match="neither architectures nor model_type"):
         find_family(values, {})
@@ -159,6 +163,8 @@ def test_unknown_keys_of_a_wrapper_are_refused() -> None:
         ("ling_3_flash", {"use_qkv_bias": True}, "use_qkv_bias"),
         ("ling_3_flash", {"mtp_use_kda": True}, "mtp_use_kda"),
         ("ling_3_flash", {"rope_interleave": False}, "rope_interleave"),
+        ("ling_3_flash", {"linear_attention": "gla"}, "linear_attention"),
+        ("ling_3_flash", {"rotary_dim": 32}, "rotary_dim"),
         ("codestral_mamba_7b", {"hidden_act": "gelu"}, "hidden_act"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),

@@ -14,7 +14,7 @@ from trtllm_replayssm.network.base import Rope
 #: Switches of this line of models that are off (or absent) in Ling 3.0.
 OFF = (
     *("up_proj_norm", "value_norm", "use_nGPT", "scale_router_input", "use_mla_nope", "use_bias", "use_qkv_bias"),
-    *("attention_bias", "mtp_use_kda", "norm_head", "use_linear_silu", "use_sliding_window"),
+    *("attention_bias", "mtp_use_kda", "use_kda_lora", "norm_head", "linear_silu", "use_sliding_window"),
 )
 #: Values that are part of what is implemented.
 FIXED = {
@@ -22,14 +22,17 @@ FIXED = {
     "no_kda_lora": True,
     "rope_interleave": True,
     "rope_scaling": None,
+    "linear_attention": "kda",
     "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "moe_router_enable_expert_bias": True,
     "use_rmsnorm": True,
 }
 #: The file's partial_rotary_factor does not apply to the rope channels; use_qk_norm is the latent's norm, always there.
 IGNORED = (
     *("partial_rotary_factor", "use_qk_norm", "qk_head_dim", "max_position_embeddings", "pretraining_tp"),
-    *("mtp_loss_scaling_factor", "router_dtype", "moe_router_dtype", "sliding_window"),
+    *("mtp_loss_scaling_factor", "router_dtype", "moe_router_dtype", "seq_aux", "sliding_window"),
 )
 
 
@@ -110,6 +113,7 @@ class Bailing(BlueprintFamily):
         by_head = config.text("gated_attention_proj_granularity_type", "head_wise") == "head_wise"
         rank = config.positive("q_lora_rank") if "q_lora_rank" in config else None
         rope_dim = config.positive("qk_rope_head_dim")
+        config.expect("rotary_dim", rope_dim)
         return Mla(
             num_heads=self.heads,
             kv_rank=config.positive("kv_lora_rank"),

@@ -12,7 +12,7 @@ from trtllm_replayssm.builders.families.nemotron_h import NemotronH
 from trtllm_replayssm.builders.families.qwen3_5 import Qwen35
 from trtllm_replayssm.builders.families.qwen3_next import Qwen3Next
 from trtllm_replayssm.builders.families.refused import MARKERS, REFUSED
-from trtllm_replayssm.builders.hf.config import TEXT_SECTIONS, HfConfig
+from trtllm_replayssm.builders.hf.config import TEXT_SECTIONS, HfConfig, text_section
 from trtllm_replayssm.errors import UnsupportedModelError
 
 FAMILIES: tuple[type[Family], ...] = (NemotronH, Mamba2Family, Qwen3Next, Qwen35, KimiLinear, Bailing)
@@ -46,68 +46,60 @@ def find_family(values: dict[str, Any], tensor_shapes: dict[str, tuple[int, ...]
     Raises UnsupportedModelError for architectures that are not built, CheckpointError for a config that does not add up.
     """
     family = recognise(values)
-    text = text_values(values)
-    return family(HfConfig(text), tensor_shapes)
+    return family(HfConfig(text_values(values)), tensor_shapes)
 
 
 def recognise(values: dict[str, Any]) -> type[Family]:
     """The class that reads this config. Raises UnsupportedModelError with the reason where there is none."""
-    names = architectures(values)
-    section = next((values[key] for key in TEXT_SECTIONS if isinstance(values.get(key), dict)), {})
-    inner = architectures(section)
-    for name in (*names, values.get("model_type"), *inner, section.get("model_type")):
+    section = text_section(values)
+    levels = [values] if section is values else [values, section]
+    names = [name for level in levels for name in architectures(level)]
+    kinds = [kind for level in levels if isinstance(kind := level.get("model_type"), str)]
+    for name in (*names, *kinds):
         if name in REFUSED:
             raise refusal(name, REFUSED[name])
-    for level in (values, section):
-        for name in (*names, *inner, *model_type_architectures(level)):
-            refuse_markers(name, level)
-    for known in (*names, *inner):
-        if known in BY_ARCHITECTURE:
-            return BY_ARCHITECTURE[known]
-    for level in (values, section):
-        family = None if names else by_model_type(level)
-        if family is not None:
-            return family
-    what = names[0] if names else values.get("model_type")
-    if what is None:
-        raise state_spaces_or_unknown(values)
-    raise refusal(what, "it is not known to this package")
+    family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), None)
+    if not names:
+        family = next((found for level in levels if (found := by_model_type(level))), None)
+    if family is None:
+        raise unknown(values, (*names, *kinds))
+    refuse_markers(family, levels)
+    return family
 
 
 def architectures(values: dict[str, Any]) -> list[str]:
-    names = values.get("architectures") or []
-    return [name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)]
-
-
-def model_type_architectures(values: dict[str, Any]) -> tuple[str, ...]:
-    family = by_model_type(values)
-    return () if family is None else family.architectures
+    names = values.get("architectures")
+    return [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)]
 
 
 def by_model_type(values: dict[str, Any]) -> type[Family] | None:
-    """The family of a model_type; bailing_hybrid is Ling 3.0 only with the switch that Ling 2.5 and 2.6 do not have."""
+    """The family of a model_type; bailing_hybrid is Ling 3.0 only with the switches that Ling 2.5 and 2.6 do not have."""
     kind = values.get("model_type")
-    if kind == "bailing_hybrid":
-        if "kda_safe_gate" in values or values.get("no_kda_lora"):
-            return Bailing
-        raise refusal("bailing_hybrid without KDA (Ling 2.5 or 2.6)", REFUSED["BailingMoeV2_5ForCausalLM"])
-    return BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    if kind != "bailing_hybrid":
+        return BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    if "kda_safe_gate" in values or "no_kda_lora" in values:
+        return Bailing
+    raise refusal("bailing_hybrid without KDA (Ling 2.5 or 2.6)", REFUSED["BailingMoeV2_5ForCausalLM"])
 
 
-def refuse_markers(architecture: str, values: dict[str, Any]) -> None:
+def refuse_markers(family: type[Family], levels: list[dict[str, Any]]) -> None:
+    """Raises UnsupportedModelError for a model that bears the family's name and is another one."""
     for name, path, reason in MARKERS:
-        level: Any = values
-        for key in path.split("."):
-            level = level.get(key) if isinstance(level, dict) else None
-        if name == architecture and level:
-            raise refusal(f"{name} with {path}", reason)
+        for level in levels:
+            value: Any = level
+            for key in path.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value and name in family.architectures:
+                raise refusal(f"{name} with {path}", reason)
 
 
 def refusal(name: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{name} is not supported: {reason}", HINT)
 
 
-def state_spaces_or_unknown(values: dict[str, Any]) -> UnsupportedModelError:
+def unknown(values: dict[str, Any], names: tuple[str, ...]) -> UnsupportedModelError:
+    if names:
+        return refusal(names[0], "it is not known to this package")
     if "ssm_cfg" in values:
         return UnsupportedModelError(
             "this is a checkpoint of the state-spaces package (ssm_cfg), whose config leaves sizes to that package's defaults",
@@ -118,8 +110,8 @@ def state_spaces_or_unknown(values: dict[str, Any]) -> UnsupportedModelError:
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """The config of the text model. A wrapper's tie_word_embeddings wins over the nested one."""
-    section = next((values[key] for key in TEXT_SECTIONS if isinstance(values.get(key), dict)), None)
-    if section is None:
+    section = text_section(values)
+    if section is values:
         return values
     wrapper = HfConfig(values)
     wrapper.ignore(*WRAPPER_KEYS)
