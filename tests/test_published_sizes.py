@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Size:
-    """Layers of each kind, fields that the first layer of a kind has, and MiB of float32 state of one request."""
+    """layers: of each kind. billions: of parameters, MTP left out. state_mib: float32 state of one request.
+
+    fields: what the first layer of a kind has.
+    """
 
     layers: dict[str, int]
     hidden: int
+    billions: float
     state_mib: float
     fields: dict[str, dict[str, Any]]
 
@@ -59,54 +63,63 @@ SIZES = {
     "nemotron_nano_v2_9b": Size(
         {"mamba2": 27, "attention": 4, "mlp": 25},
         4480,
+        8.9,
         135,
         {"mamba2": mamba(128, 80), "attention": attention(40, 8, 128), "mlp": {"intermediate_size": 15680}},
     ),
     "nemotron_3_nano_30b_a3b": Size(
         {"mamba2": 23, "attention": 6, "moe": 23},
         2688,
+        31.6,
         46,
         {"mamba2": mamba(64), "attention": attention(32, 2, 128), "moe": moe(128, 6, 1856, routed_scale=2.5)},
     ),
     "nemotron_3_super_120b_a12b": Size(
         {"mamba2": 40, "attention": 8, "moe": 40},
         4096,
+        120,
         160,
         {"mamba2": mamba(128), "attention": attention(32, 2, 128), "moe": moe(512, 22, 2688, latent_size=1024)},
     ),
     "qwen3_next_80b_a3b": Size(
         {"gated_delta": 36, "attention": 12, "moe": 48},
         2048,
+        80,
         72,
         {"gated_delta": delta(32), "attention": attention(16, 2, 256), "moe": moe(512, 10, 512)},
     ),
     "qwen3_5_27b": Size(
         {"gated_delta": 48, "attention": 16, "mlp": 64},
         5120,
+        27,
         144,
         {"gated_delta": delta(48), "attention": attention(24, 4, 256), "mlp": {"intermediate_size": 17408}},
     ),
     "qwen3_5_35b_a3b": Size(
         {"gated_delta": 30, "attention": 10, "moe": 40},
         2048,
+        35,
         60,
         {"gated_delta": delta(32), "attention": attention(16, 2, 256), "moe": moe(256, 8, 512)},
     ),
     "qwen3_5_397b_a17b": Size(
         {"gated_delta": 45, "attention": 15, "moe": 60},
         4096,
+        397,
         180,
         {"gated_delta": delta(64), "attention": attention(32, 2, 256), "moe": moe(512, 10, 1024)},
     ),
     "kimi_linear_48b_a3b": Size(
         {"kda": 20, "mla": 7, "mlp": 1, "moe": 26},
         2304,
+        49,
         40,
         {"kda": {"num_heads": 32, "head_dim": 128}, "mla": latent(32), "moe": moe(256, 8, 1024, routed_scale=2.446)},
     ),
     "ling_3_flash": Size(
         {"kda": 35, "mla": 7, "mlp": 2, "moe": 40},
         2560,
+        124,
         70,
         {
             "kda": {"num_heads": 32, "head_dim": 128, "lower_bound": -5.0},
@@ -117,6 +130,7 @@ SIZES = {
     "ling_3_tiny": Size(
         {"kda": 18, "mla": 6, "mlp": 1, "moe": 23},
         1536,
+        7.9,
         18,
         {
             "kda": {"num_heads": 16, "head_dim": 128},
@@ -125,7 +139,7 @@ SIZES = {
             "moe": moe(128, 8, 512),
         },
     ),
-    "codestral_mamba_7b": Size({"mamba2": 64}, 4096, 256, {"mamba2": mamba(128)}),
+    "codestral_mamba_7b": Size({"mamba2": 64}, 4096, 7.3, 256, {"mamba2": mamba(128)}),
 }
 
 
@@ -145,6 +159,12 @@ def test_layers_and_shapes(name: str) -> None:
     for kind, fields in size.fields.items():
         layer = next(layer for layer in decoder.layers if layer.kind == kind)
         assert {key: getattr(layer, key) for key in fields} == fields
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_add_up_to_the_models_name(name: str) -> None:
+    parameters = replace(published(name), mtp=None).parameters().values()
+    assert sum(p.elements for p in parameters) / 1e9 == pytest.approx(SIZES[name].billions, rel=0.02)
 
 
 @pytest.mark.parametrize("name", SIZES)
