@@ -122,7 +122,9 @@ def test_library_that_does_not_load_is_a_finding(monkeypatch: pytest.MonkeyPatch
         assert finding.value == "installed, but does not load: libnvinfer.so.11: cannot open shared object file"
 
 
-@pytest.mark.parametrize(("version", "usable"), [("10.13.3", False), ("10.14.1", True), ("11.4.0.106", True), ("12.0", False)])
+@pytest.mark.parametrize(
+    ("version", "usable"), [("10.13.3", False), ("10.14.1", True), ("11.4.0.106", True), ("12.0", False)]
+)
 def test_tensorrt_versions(version: str, usable: bool, fake: Any) -> None:
     fake("tensorrt", __version__=version)
     assert doctor.probe_tensorrt().present is usable

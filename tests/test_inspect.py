@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from published_configs import PUBLISHED
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -25,28 +24,21 @@ from trtllm_replayssm.subject import read_subject
 from trtllm_replayssm.traffic import RecurrentBytes
 
 MIB = 2**20
-#: Model: layers by kind, MiB of float32 state of a recurrent layer, and of all.
+CONFIGS = Path(__file__).parent / "data" / "configs"
+#: Of released models: MiB of float32 state of a recurrent layer and of all; parameters without MTP in billions, of all and
+#: of one token, which are the figures that the models are named for.
 EXPECTED = {
-    "Nemotron Nano v2 9B": ({"mamba2": 27, "attention": 4, "mlp": 25}, 5, 135),
-    "Nemotron 3 Nano 30B-A3B": ({"mamba2": 23, "attention": 6, "moe": 23}, 2, 46),
-    "Nemotron 3 Super 120B-A12B": ({"mamba2": 40, "attention": 8, "moe": 40}, 4, 160),
-    "Qwen3-Next 80B-A3B": ({"gated_delta": 36, "attention": 12, "moe": 48}, 2, 72),
-    "Qwen3.5 27B": ({"gated_delta": 48, "attention": 16, "mlp": 64}, 3, 144),
-    "Qwen3.5 35B-A3B": ({"gated_delta": 30, "attention": 10, "moe": 40}, 2, 60),
-    "Qwen3.5 397B-A17B": ({"gated_delta": 45, "attention": 15, "moe": 60}, 4, 180),
-    "Kimi-Linear 48B-A3B": ({"kda": 20, "mla": 7, "mlp": 1, "moe": 26}, 2, 40),
-    "Ling-3.0-flash": ({"kda": 35, "mla": 7, "mlp": 1, "moe": 41}, 2, 70),
-    "Ling-3.0-tiny": ({"kda": 18, "mla": 6, "mlp": 1, "moe": 23}, 1, 18),
-    "Codestral-Mamba 7B": ({"mamba2": 64}, 4, 256),
-}
-#: Parameters in billions, of all and of one token, that the names of models promise (to the digits of the name).
-NAMED_PARAMETERS = {
-    "Nemotron 3 Nano 30B-A3B": (31.6, 3.58),
-    "Qwen3-Next 80B-A3B": (79.7, 3.87),
-    "Qwen3.5 27B": (26.9, 26.9),
-    "Qwen3.5 35B-A3B": (34.7, 3.45),
-    "Qwen3.5 397B-A17B": (396.3, 17.3),
-    "Kimi-Linear 48B-A3B": (49.1, 3.48),
+    "codestral_mamba_7b": (4, 256, 7.29, 7.29),
+    "kimi_linear_48b_a3b": (2, 40, 49.1, 3.48),
+    "nemotron_3_nano_30b_a3b": (2, 46, 31.6, 3.58),
+    "nemotron_3_super_120b_a12b": (4, 160, 120.7, 12.8),
+    "nemotron_nano_v2_9b": (5, 135, 8.89, 8.89),
+    "qwen3_5_27b": (3, 144, 26.9, 26.9),
+    "qwen3_5_35b_a3b": (2, 60, 34.7, 3.45),
+    "qwen3_5_397b_a17b": (4, 180, 396.3, 17.3),
+    "qwen3_next_80b_a3b": (2, 72, 79.7, 3.87),
+    "ling_3_flash": (2, 70, 124.4, 5.5),
+    "ling_3_tiny": (1, 18, 7.89, 1.38),
 }
 
 
@@ -60,16 +52,14 @@ def config_file(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_model_from_bare_config(name: str, config_file: Any) -> None:
-    report = inspect_model(read_subject(config_file(PUBLISHED[name])))
-    kinds, per_layer, total = EXPECTED[name]
-    assert report.kinds() == kinds
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_published_model_from_bare_config(name: str) -> None:
+    report = inspect_model(read_subject(CONFIGS / f"{name}.json"))
+    per_layer, total, billions, active = EXPECTED[name]
     assert {g.state_bytes_per_layer for g in report.layers if g.state_bytes} == {per_layer * MIB}
     assert report.total("state_bytes") == total * MIB
-    if name in NAMED_PARAMETERS:
-        billions = (report.parameters / 1e9, report.active_parameters / 1e9)
-        assert billions == pytest.approx(NAMED_PARAMETERS[name], rel=5e-3)
+    assert (report.parameters - report.mtp_parameters) / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert report.active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
 
 
 def tiny(replay: ReplayConfig | None = None, **changes: Any) -> Subject:
@@ -161,11 +151,11 @@ def test_unknown_paths_and_models_are_refused(tmp_path: Path, config_file: Any) 
         read_subject(config_file({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}))
 
 
-def test_command_prints_tables_and_json(config_file: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(config_file(PUBLISHED["Nemotron 3 Nano 30B-A3B"]))
+def test_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / "nemotron_3_nano_30b_a3b.json")
     assert main(["inspect", path, "--max_draft_len", "3"]) == 0
     text = capsys.readouterr().out
-    for expected in ("31.6 B, 3.58 B per token", "23 x mamba2", "46.0 MiB", "verify, 4 tokens, 4 accepted"):
+    for expected in ("31.6 B, 3.58 B active per token", "23 x mamba2", "46.0 MiB", "verify, 4 tokens, 4 accepted"):
         assert expected in text
     assert main(["inspect", path, "--json", "--tp_size", "2", "--state_dtype", "bfloat16", "--replay_window", "8"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 #: Folders of the checkout and the package names that they become.
-SOURCES = {"trtllm_replayssm": "trtllm_replayssm", "plugins": "trtllm_replayssm/plugins", "builders": "trtllm_replayssm/builders"}
+SOURCES = {
+    "trtllm_replayssm": "trtllm_replayssm",
+    "plugins": "trtllm_replayssm/plugins",
+    "builders": "trtllm_replayssm/builders",
+}
 
 
 def expected_files() -> set[str]:

@@ -79,11 +79,16 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that ``inspect`` prints. Sums are over ``layers``, embedding, head and MTP included in parameters."""
+    """Everything that ``inspect`` prints.
+
+    parameters: all of them, embedding, head and MTP included. mtp_parameters: those of the MTP part, which decoding without
+    drafts does not use. active_parameters: without MTP and without the experts that a token does not visit.
+    """
 
     subject: Subject
     layers: tuple[LayerGroup, ...]
     parameters: int
+    mtp_parameters: int
     active_parameters: int
     weight_bytes: int
     kv_bytes: int
@@ -120,6 +125,7 @@ class Report:
                 group.__dict__ | {"state_bytes_per_layer": group.state_bytes_per_layer} for group in self.layers
             ],
             "parameters": self.parameters,
+            "mtp_parameters": self.mtp_parameters,
             "active_parameters": self.active_parameters,
             "weight_bytes": self.weight_bytes,
             "request": per_request | {"kv_bytes": self.kv_bytes, "bytes": self.request_bytes},
@@ -133,14 +139,16 @@ def inspect_model(subject: Subject) -> Report:
     decoder.divided(subject.tp_size)
     groups = tuple(layer_group(subject, layer, count) for layer, count in Counter(decoder.layers).items())
     everything = decoder.parameters(subject.tp_size).values()
-    parameters = sum(p.elements for p in decoder.parameters().values())
-    mtp = () if decoder.mtp is None else decoder.mtp.layers
-    idle = sum(idle_parameters(layer, decoder.hidden_size) for layer in (*decoder.layers, *mtp))
+    named = decoder.parameters()
+    parameters = sum(parameter.elements for parameter in named.values())
+    mtp = sum(parameter.elements for name, parameter in named.items() if name.startswith("mtp."))
+    idle = sum(idle_parameters(layer, decoder.hidden_size) for layer in decoder.layers)
     return Report(
         subject=subject,
         layers=groups,
         parameters=parameters,
-        active_parameters=parameters - idle,
+        mtp_parameters=mtp,
+        active_parameters=parameters - mtp - idle,
         weight_bytes=sum(weight_bytes(p, subject) for p in everything),
         kv_bytes=subject.max_seq_len * sum(group.kv_bytes_per_token for group in groups),
         steps=step_bytes(subject),

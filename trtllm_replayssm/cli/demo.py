@@ -22,8 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     from trtllm_replayssm.demo.proofs import run_demo
 
+    # The model is too small to be worth dividing over threads.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() if args.output_dir is None else nullcontext(args.output_dir) as folder:
         proofs, seconds = run_demo(args.family, Path(folder))
     rows = [("proved" if proof.holds else "FAILED", proof.claim, proof.measured) for proof in proofs]

@@ -55,10 +55,11 @@ def print_report(report: Report) -> None:
     print_line(
         f"{subject.source}: {subject.architecture}, {len(subject.decoder.layers)} residual branches, {subject.dtype}"
     )
-    active = (
-        "" if report.active_parameters == report.parameters else f", {count_text(report.active_parameters)} per token"
-    )
-    print_line(f"parameters: {count_text(report.parameters)}{active}; weights{rank}: {bytes_text(report.weight_bytes)}")
+    notes = [f"{count_text(report.active_parameters)} active per token"]
+    if report.mtp_parameters:
+        notes.append(f"{count_text(report.mtp_parameters)} for multi-token prediction")
+    print_line(f"parameters: {count_text(report.parameters)}, {', '.join(notes)}")
+    print_line(f"weights{rank}: {bytes_text(report.weight_bytes)}")
     print_line(
         f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype},"
         f" ring {replay.ring_dtype}, fold {replay.fold}"

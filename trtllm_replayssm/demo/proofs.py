@@ -18,6 +18,8 @@ from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.demo.runs import Meter, Run, drafted, forced, greedy, interrupted
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
+from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.session import Session
 
 #: Largest difference of float32 logits (standard deviation about 1) that counts as equal.
@@ -41,11 +43,11 @@ class Proof:
 
 @dataclass(frozen=True)
 class Demo:
-    """Folders and runs of one demonstration."""
+    """model: of transformers. llm: the engine with ReplaySSM. ordinary: a session of an engine with window 1."""
 
     model: Any
-    engine_dir: Path
-    sessions: dict[int, Session]
+    llm: LLM
+    ordinary: Session
     prompts: tuple[Tensor, ...]
 
     @classmethod
@@ -75,35 +77,43 @@ class Demo:
                 *(checkpoint_dir, engine_dir, options.max_batch_size, MAX_SEQ_LEN, window, options.max_draft_len),
             )
             build_engine(checkpoint_dir, engine_dir, options)
-        prompts = tuple(encoded(engines[WINDOW], text) for text in PROMPTS)
-        return cls(model, engines[WINDOW], {w: Session(Engine.load(e)) for w, e in engines.items()}, prompts)
+        llm = LLM(engines[WINDOW])
+        prompts = tuple(torch.tensor(llm.tokenizer.encode(text)) for text in PROMPTS)
+        return cls(model, llm, Session(Engine.load(engines[1])), prompts)
 
     def prove(self) -> Iterator[Proof]:
         """The proofs, one after the other."""
-        session, ordinary = self.sessions[WINDOW], self.sessions[1]
-        plain_meter, ordinary_meter = Meter(session), Meter(ordinary)
+        session = self.llm.session
+        plain_meter, ordinary_meter, verify_meter = Meter(session), Meter(self.ordinary), Meter(session)
         plain = greedy(session, plain_meter, self.prompts, STEPS)
         reference = self.reference(plain)
-        std = f"logits have a standard deviation of {float(reference.std()):.2f}"
-        yield equal(f"prefill and {STEPS} decode steps equal transformers ({std})", plain.logits, reference)
+        yield equal(f"prefill and {STEPS} decode steps equal transformers", plain.logits, reference)
         same = int((plain.logits.argmax(-1) == reference.argmax(-1)).sum())
         count = reference[..., 0].numel()
         yield Proof("transformers would have chosen the same tokens", f"{same} of {count}", same == count)
+        yield self.generated(plain)
         chunked = forced(session, Meter(session), self.prompts, plain.tokens, chunk=5)
         yield equal("prompts cut into chunks of 5 tokens change nothing", chunked.logits, plain.logits)
 
-        verify_meter = Meter(session)
         verified, rejected, offered = drafted(session, verify_meter, self.prompts, plain.tokens)
         what = f"verify steps with {rejected} of {offered} drafts rejected equal the run without drafts"
         yield equal(what, verified.logits, plain.logits, and_also=0 < rejected < offered)
-        moved = interrupted(session, Meter(session), self.prompts, plain.tokens, encoded(self.engine_dir, INTRUDER))
-        yield equal(
-            "requests preempted halfway and resumed in each other's slot go on unchanged", moved.logits, plain.logits
-        )
+        intruder = torch.tensor(self.llm.tokenizer.encode(INTRUDER))
+        resumed = interrupted(session, Meter(session), self.prompts, plain.tokens, intruder)
+        yield equal("requests preempted halfway go on unchanged in another slot", resumed.logits, plain.logits)
 
-        every_step = forced(ordinary, ordinary_meter, self.prompts, plain.tokens)
+        every_step = forced(self.ordinary, ordinary_meter, self.prompts, plain.tokens)
         yield equal("an engine that rewrites the state at every step says the same", every_step.logits, plain.logits)
         yield from traffic(plain_meter, ordinary_meter, verify_meter)
+
+    def generated(self, run: Run) -> Proof:
+        """The Python API, which schedules by itself, against the run that was driven step by step."""
+        outputs = self.llm.generate(list(PROMPTS), SamplingParams(max_tokens=STEPS, end_id=-1))
+        assert isinstance(outputs, list)
+        same = sum(output.outputs[0].token_ids == tokens for output, tokens in zip(outputs, run.tokens.tolist()))
+        text = outputs[0].outputs[0].text
+        LOGGER.info("%s ... goes on, as a model with random weights does: %r", PROMPTS[0], text[:40])
+        return Proof("LLM.generate gives the same tokens", f"{same} of {len(outputs)} texts", same == len(outputs))
 
     @torch.no_grad()
     def reference(self, run: Run) -> Tensor:
@@ -126,19 +136,19 @@ def traffic(plain: Meter, ordinary: Meter, verify: Meter) -> Iterator[Proof]:
         unexplained == 0,
     )
     yield Proof(
-        "state rewrites of a request, ordinary and with ReplaySSM",
-        f"{ordinary.rewrites} and {plain.rewrites} in {plain.steps} decode steps, {verify.rewrites} in {verify.steps} verify steps",
+        f"state rewrites in {plain.steps} decode steps, ordinary and with ReplaySSM",
+        f"{ordinary.rewrites} and {plain.rewrites}; {verify.rewrites} in {verify.steps} verify steps",
         plain.rewrites * WINDOW <= plain.steps and ordinary.rewrites == ordinary.steps,
     )
     before, after = ordinary.moved / ordinary.steps, plain.moved / plain.steps
     yield Proof(
-        "recurrent bytes that a decode step moves, ordinary and with ReplaySSM",
+        "recurrent bytes a decode step moves, ordinary and with ReplaySSM",
         f"{bytes_text(before)} and {bytes_text(after)}: {before / after:.2f} times fewer",
         after < before,
     )
     snapshots, replay = verify.size.state_per_draft(1 + DRAFTS), verify.moved / verify.steps
     yield Proof(
-        f"recurrent bytes of a verify step of {1 + DRAFTS} tokens, with a state saved for each (by formula) and with ReplaySSM",
+        f"the same for a verify step of {1 + DRAFTS} tokens, with a state saved per token (by formula) and with ReplaySSM",
         f"{bytes_text(snapshots)} and {bytes_text(replay)}: {snapshots / replay:.2f} times fewer",
         replay < snapshots,
     )
@@ -146,17 +156,9 @@ def traffic(plain: Meter, ordinary: Meter, verify: Meter) -> Iterator[Proof]:
 
 def equal(claim: str, got: Tensor, want: Tensor, and_also: bool = True) -> Proof:
     """Holds if the largest difference stays within TOLERANCE; NaN never does."""
-    difference = float((got - want).abs().max())
-    return Proof(
-        claim, f"largest difference {difference:.1e}, limit {TOLERANCE:.0e}", difference <= TOLERANCE and and_also
-    )
-
-
-def encoded(folder: Path, text: str) -> Tensor:
-    """Token ids ``[n]`` by the folder's tokenizer."""
-    from tokenizers import Tokenizer
-
-    return torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    difference, std = float((got - want).abs().max()), float(want.std())
+    measured = f"largest difference {difference:.1e} (limit {TOLERANCE:.0e}) in logits of std {std:.2f}"
+    return Proof(claim, measured, difference <= TOLERANCE and and_also)
 
 
 def run_demo(family: str, folder: Path) -> tuple[list[Proof], float]:

@@ -76,9 +76,11 @@ def admitted(session: Session, prompts: Prompts, chunk: int | None = None) -> Te
 
 def greedy(session: Session, meter: Meter, prompts: Prompts, steps: int) -> Run:
     """The most probable token at every step, all requests in one batch."""
+    checkpoint = session.engine.config.checkpoint
+    known = checkpoint.num_tokens or checkpoint.decoder.vocab_size
     logits, tokens = [admitted(session, prompts)], []
     for _ in range(steps):
-        tokens.append(logits[-1].argmax(-1))
+        tokens.append(logits[-1][:, :known].argmax(-1))
         logits.append(meter.step(tokens[-1][:, None])[:, 0])
         session.commit(0, [1] * len(prompts))
     return Run(torch.stack(tokens, 1), torch.stack(logits, 1))

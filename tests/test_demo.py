@@ -1,0 +1,103 @@
+"""The demo: its proofs hold for every recurrence, and fail when what they prove is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.demo import proofs
+from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, VOCAB_SIZE
+from trtllm_replayssm.demo.proofs import Demo, Proof, equal, run_demo
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.session import Session
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_proof_holds(family: str, tmp_path: Path) -> None:
+    found, _ = run_demo(family, tmp_path / family)
+    assert [proof.claim for proof in found if not proof.holds] == []
+    assert len(found) == 11
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    return Demo.prepare("nemotron_h", tmp_path_factory.mktemp("demo") / "run")
+
+
+def failed(proofs_found: Iterator[Proof]) -> set[str]:
+    return {proof.claim for proof in proofs_found if not proof.holds}
+
+
+def test_wrong_weight_is_noticed(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: Any = demo.llm.engine.weights
+    name = "transformer.layers.0.mamba2.norm.weight"
+    monkeypatch.setitem(weights, name, weights[name] * 1.01)
+    assert f"prefill and {proofs.STEPS} decode steps equal transformers" in failed(demo.prove())
+
+
+def test_rejected_drafts_that_stay_are_noticed(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_all(session: Session, first_slot: int, accepted: Any) -> None:
+        here = slice(first_slot, first_slot + len(accepted))
+        counts = session.pending[here].clone()
+        session.host[here, 0] += counts
+        session.cursors[here, 0] += counts
+        session.settle(here)
+
+    monkeypatch.setattr(Session, "commit", keep_all)
+    claims = failed(demo.prove())
+    assert [claim for claim in claims if claim.startswith("verify steps with")]
+    assert f"prefill and {proofs.STEPS} decode steps equal transformers" not in claims
+
+
+def test_state_written_behind_the_cursor_is_noticed(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Session.step
+
+    def scribbling(session: Session, *args: Any, **options: Any) -> torch.Tensor:
+        logits = step(session, *args, **options)
+        for name, pool in session.pools.items():
+            if name.endswith(".state"):
+                pool[0] *= 1 + 1e-6
+        return logits
+
+    monkeypatch.setattr(Session, "step", scribbling)
+    assert "a checkpoint changes in memory exactly when its cursor says so" in failed(demo.prove())
+
+
+def test_nan_never_equals() -> None:
+    ones = torch.ones(3)
+    assert equal("same", ones, ones).holds
+    assert not equal("nan", ones * float("nan"), ones).holds
+    assert not equal("far", ones + 1e-3, ones).holds
+    assert not equal("no draft was rejected", ones, ones, and_also=False).holds
+
+
+def test_tokenizer_gives_back_every_byte(demo: Demo) -> None:
+    tokenizer = Tokenizer.from_file(str(demo.llm.engine.folder / "tokenizer.json"))
+    text = "plain, Zeitüberschreitung, 状態, \U0001f9ca\t\x00\n"
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.get_vocab_size() == 256 + len(SPECIAL_TOKENS) < VOCAB_SIZE
+    assert demo.llm.engine.config.checkpoint.num_tokens == 256 + len(SPECIAL_TOKENS)
+
+
+def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        run_demo("nemotron_h", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_command_fails_with_a_proof(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Proof("two is two", "2", True), Proof("two is three", "2", False)]
+    monkeypatch.setattr(proofs, "run_demo", lambda family, folder: (found, 1.0))
+    assert main(["demo"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED" in captured.out
+    assert captured.err == "error: 1 of 2 proofs failed\n"
