@@ -1,0 +1,117 @@
+"""Kernel variants and launches that ``gated_delta`` and ``kda`` share.
+
+A block works on one value head of one batch row, or on a slice of its value rows where the batch is too small to fill the
+GPU with whole heads. Variants differ in the number of tokens they answer from checkpoint and ring (``TOKENS``); longer
+steps, and rows that fold, run through the recurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+
+#: Token counts that a read-out variant is compiled for; a step takes the next larger one.
+READ_TOKENS = (1, 2, 4, 8, 16)
+#: Value rows that four warps of eight-lane rows fill; a slice is a multiple of it.
+SLICE_ROWS = 16
+#: Blocks that fill the GPU: four on each of its multiprocessors, which number 132 (H100, H200) to 160 (B300).
+FULL_GRID = 512
+POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """What both layers' attributes say about shapes, and the macros that only one of them has."""
+
+    source: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    ring_rows: int
+    derived_fold: bool
+    per_channel: bool
+    macros: tuple[tuple[str, str], ...]
+
+
+def launch_record(
+    shape: DeltaShape,
+    activation: torch.dtype,
+    state: torch.dtype,
+    ring: torch.dtype,
+    rows: int,
+    tokens: int,
+    strides: tuple[int, ...],
+    aligned: bool = True,
+) -> Launch:
+    """strides: token strides of qkv, decay and beta logits, then slot strides of POOLS, in elements.
+
+    aligned: every tensor starts on 16 bytes, as tensors of TensorRT and fresh torch tensors do.
+    """
+    in_vectors = (*strides[: 1 + shape.per_channel], shape.key_dim, shape.value_dim)
+    vectors = aligned and all(n * activation.itemsize % 16 == 0 for n in in_vectors)
+    split = slices(shape, rows) if vectors else 1
+    kernel = variant(shape, activation, state, ring, tokens, split, vectors)
+    return Launch(kernel, (shape.value_heads * split, rows, 1), (tokens, *strides))
+
+
+def slices(shape: DeltaShape, rows: int) -> int:
+    """Slices of a head's value rows, so that even a small batch fills the GPU."""
+    split = 1
+    while (
+        rows * shape.value_heads * split < FULL_GRID
+        and shape.value_dim % (2 * split) == 0
+        and shape.value_dim // (2 * split) % SLICE_ROWS == 0
+    ):
+        split *= 2
+    return split
+
+
+def variant(
+    shape: DeltaShape,
+    activation: torch.dtype,
+    state: torch.dtype,
+    ring: torch.dtype,
+    tokens: int,
+    split: int,
+    aligned: bool,
+) -> Kernel:
+    read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
+    defines = (
+        ("ACT", CUDA_TYPES[activation]),
+        ("STATE", CUDA_TYPES[state]),
+        ("RING", CUDA_TYPES[ring]),
+        ("KEY_HEADS", shape.key_heads),
+        ("VALUE_HEADS", shape.value_heads),
+        ("KEY_DIM", shape.key_dim),
+        ("VALUE_DIM", shape.value_dim),
+        ("WINDOW", shape.window),
+        ("RING_ROWS", shape.ring_rows),
+        ("TOKENS", read_tokens),
+        ("SPLIT", split),
+        ("DERIVED", int(shape.derived_fold)),
+        ("ALIGNED", int(aligned)),
+        # A prefill chunk fills no GPU with blocks, and keeps its next tokens' inputs in registers.
+        ("BLOCKS_AN_SM", 2 if not read_tokens else 3 if shape.key_dim > 192 else 4),
+        *shape.macros,
+    )
+    return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
+
+
+def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(pools[name] for name in POOLS)
+
+
+def strides_of(qkv: Tensor, decay: Tensor, b: Tensor, bound: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return (*map(token_stride, (qkv, decay, b)), *map(slot_stride, bound))
+
+
+def on_vectors(inputs: tuple[Tensor, ...], bound: tuple[Tensor, ...]) -> bool:
+    """Whether the inputs that are moved in vectors start on 16 bytes, and so does every slot of the pools."""
+    starts = (tensor.data_ptr() for tensor in (*inputs, *bound))
+    return all(n % 16 == 0 for n in (*starts, *(pool.stride(0) * pool.itemsize for pool in bound)))

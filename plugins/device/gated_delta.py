@@ -1,0 +1,67 @@
+"""CUDA implementation of ``replayssm::gated_delta``; the contract is in plugins/gated_delta.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.device.delta_rule import (
+    DeltaShape,
+    launch_record,
+    on_vectors,
+    pool_tensors,
+    strides_of,
+    variant,
+)
+from trtllm_replayssm.plugins.driver import launch
+from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
+from trtllm_replayssm.plugins.launch import Kernel
+
+
+def shape_of(a: GatedDeltaAttributes) -> DeltaShape:
+    heads, dims = (a.num_key_heads, a.num_value_heads), (a.key_dim, a.value_dim)
+    macros = (("BETA_SCALE", f"{float(a.beta_scale)!r}f"),)
+    return DeltaShape("gated_delta", *heads, *dims, a.window, a.ring_rows, a.derived_fold, False, macros)
+
+
+def gated_delta(
+    attributes: GatedDeltaAttributes,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    step: Tensor,
+    pools: dict[str, Tensor],
+) -> Tensor:
+    """See plugins/reference/delta_rule.py. ``qkv``, ``a`` and ``b`` may be slices of wider tokens."""
+    rows, tokens, _ = qkv.shape
+    shape, bound = shape_of(attributes), pool_tensors(pools)
+    o = torch.empty(rows, tokens, shape.value_heads * shape.value_dim, dtype=qkv.dtype, device=qkv.device)
+    strides = strides_of(qkv, a, b, bound)
+    dtypes = (qkv.dtype, pools["state"].dtype, pools["ring_v"].dtype)
+    record = launch_record(shape, *dtypes, rows, tokens, strides, on_vectors((qkv,), bound))
+    launch(record, (qkv, a, b, A_log, dt_bias, step, *bound), (o, *bound))
+    return o
+
+
+def variants() -> list[Kernel]:
+    """Key and value heads of Qwen3.5-35B and 122B, whole heads and slices, every token range; and the other shapes."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+    def compiled(heads, dims, state, tokens, split=1, activation=bf16):
+        rows = 16 + (tokens if 1 < tokens <= 16 else 0)
+        shape = shape_of(GatedDeltaAttributes(*heads, *dims, 16, rows))
+        return variant(shape, activation, state, activation, tokens, split, True)
+
+    return [
+        *(compiled((16, 32), (128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
+        *(compiled((16, 32), (128, 128), fp32, t, split) for split in (2, 4, 8) for t in (1, 4, 64)),
+        *(compiled((16, 64), (128, 128), s, t) for s in (fp32, bf16) for t in (1, 4)),
+        *(
+            compiled((16, 32), (k, v), fp32, t)
+            for k, v in ((64, 64), (96, 192), (192, 96), (256, 256))
+            for t in (1, 8, 64)
+        ),
+        *(compiled((16, 32), (128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
+    ]

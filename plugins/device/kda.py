@@ -1,0 +1,63 @@
+"""CUDA implementation of ``replayssm::kda``; the contract is in plugins/kda.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.device.delta_rule import (
+    DeltaShape,
+    launch_record,
+    on_vectors,
+    pool_tensors,
+    strides_of,
+    variant,
+)
+from trtllm_replayssm.plugins.driver import launch
+from trtllm_replayssm.plugins.kda import KdaAttributes
+from trtllm_replayssm.plugins.launch import Kernel
+
+
+def shape_of(a: KdaAttributes) -> DeltaShape:
+    bound = 0.0 if a.lower_bound is None else a.lower_bound
+    macros = (("BETA_SCALE", "1.0f"), ("LOWER_BOUND", f"{float(bound)!r}f"))
+    dims = (a.num_heads, a.num_heads, a.key_dim, a.value_dim)
+    return DeltaShape("kda", *dims, a.window, a.ring_rows, a.derived_fold, True, macros)
+
+
+def kda(
+    attributes: KdaAttributes,
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    step: Tensor,
+    pools: dict[str, Tensor],
+) -> Tensor:
+    """See plugins/reference/delta_rule.py. ``qkv``, ``f`` and ``b`` may be slices of wider tokens."""
+    rows, tokens, _ = qkv.shape
+    shape, bound = shape_of(attributes), pool_tensors(pools)
+    o = torch.empty(rows, tokens, shape.value_heads * shape.value_dim, dtype=qkv.dtype, device=qkv.device)
+    strides = strides_of(qkv, f, b, bound)
+    dtypes = (qkv.dtype, pools["state"].dtype, pools["ring_v"].dtype)
+    record = launch_record(shape, *dtypes, rows, tokens, strides, on_vectors((qkv, f), bound))
+    launch(record, (qkv, f, b, A_log, dt_bias, step, *bound), (o, *bound))
+    return o
+
+
+def variants() -> list[Kernel]:
+    """The heads of Kimi Linear, whole heads and slices, both gates, every token range; and the other shapes."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+    def compiled(dims, state, tokens, split=1, bound=None, activation=bf16):
+        rows = 16 + (tokens if 1 < tokens <= 16 else 0)
+        shape = shape_of(KdaAttributes(32, *dims, 16, rows, bound))
+        return variant(shape, activation, state, activation, tokens, split, True)
+
+    return [
+        *(compiled((128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
+        *(compiled((128, 128), fp32, t, split, -5.0) for split in (2, 4, 8) for t in (1, 4, 64)),
+        *(compiled((k, v), fp32, t) for k, v in ((64, 64), (96, 192), (192, 96), (256, 256)) for t in (1, 8, 64)),
+        *(compiled((128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
+    ]

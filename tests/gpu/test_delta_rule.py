@@ -1,0 +1,156 @@
+"""``replayssm::gated_delta`` and ``replayssm::kda`` on the GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import harness
+import pytest
+import torch
+
+from trtllm_replayssm.plugins.device import gated_delta as device_gated_delta
+from trtllm_replayssm.plugins.device import kda as device_kda
+from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
+from trtllm_replayssm.plugins.kda import KdaAttributes
+from trtllm_replayssm.plugins.reference import delta_rule as reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (128, 64), (64, 192), (256, 96)]
+PLAIN_DIMS = [(16, 16), (24, 40), (100, 128), (128, 72)]
+LAYERS = ["gated_delta", "kda", "kda bounded"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random step of a small layer. decay scales the gates, draft is the most draft tokens of a verify step."""
+
+    layer: str
+    tokens: int
+    dims: tuple[int, int] = (128, 128)
+    heads: tuple[int, int] = (2, 4)
+    window: int = 16
+    draft: int = 0
+    activation: torch.dtype = BF16
+    state: torch.dtype = FP32
+    ring: torch.dtype | None = None
+    rows: int = 12
+    seed: int = 0
+    decay: float = 0.0
+    derived: bool = False
+    beta_scale: float = 1.0
+
+    @property
+    def attributes(self) -> GatedDeltaAttributes | KdaAttributes:
+        window, ring_rows = self.window, self.window + (self.draft + 1 if self.draft else 0)
+        if self.layer == "gated_delta":
+            heads, dims = self.heads, self.dims
+            return GatedDeltaAttributes(*heads, *dims, window, ring_rows, self.beta_scale, self.derived)
+        bound = -5.0 if "bounded" in self.layer else None
+        return KdaAttributes(self.heads[1], *self.dims, window, ring_rows, bound, self.derived)
+
+
+def make_entry(generator: torch.Generator, decay: float, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if name == "ring_beta":
+        return torch.rand(shape, generator=generator)
+    if name == "ring_g":
+        return -torch.rand(shape, generator=generator) * 0.3 * 10**decay
+    return torch.randn(shape, generator=generator)
+
+
+def run_case(case: Case, tolerances: dict[str, float] | None = None) -> dict[str, float]:
+    attributes, (key_dim, value_dim), value_heads = case.attributes, case.dims, case.heads[1]
+    key_heads = case.heads[0] if case.layer == "gated_delta" else value_heads
+    rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
+    plans = harness.random_plans(rng, case.rows, case.tokens, case.window, attributes.ring_rows)
+    ring = case.ring or case.activation
+    pools = attributes.pools(case.activation, case.state, ring)
+    make = partial(make_entry, generator, case.decay)
+    pools = harness.poisoned_pools(pools, plans, case.rows + 3, make)
+    gates = value_heads * (1 if case.layer == "gated_delta" else key_dim)
+    widths = (2 * key_heads * key_dim + value_heads * value_dim, gates, value_heads)
+    qkv, gate, b = (torch.randn(case.rows, case.tokens, n, generator=generator).to(case.activation) for n in widths)
+    inputs = [harness.poison_padding(x, plans) for x in (qkv, gate, b)]
+    A_log = torch.rand(value_heads, generator=generator) * 2 - 1 + 2.3 * case.decay
+    dt_bias = torch.randn(gates, generator=generator) - 1
+    step = harness.step_tensor(plans)
+    name = case.layer.split()[0]
+    device = {"gated_delta": device_gated_delta.gated_delta, "kda": device_kda.kda}[name]
+
+    def run_reference(p):
+        return getattr(reference, name)(attributes, *(x.double() for x in inputs), A_log, dt_bias, step, p)
+
+    def run_device(p):
+        return device(attributes, *(x.cuda() for x in inputs), A_log.cuda(), dt_bias.cuda(), step.cuda(), p)
+
+    return harness.compare(run_reference, run_device, pools, tolerances)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 40])
+def test_tokens(layer, tokens):
+    run_case(Case(layer, tokens, draft=tokens - 1 if tokens <= 16 else 0, rows=24))
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (BF16, FP16), (FP16, FP32), (FP32, FP32)])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_dtypes(layer, tokens, dtypes):
+    activation, state = dtypes
+    run_case(Case(layer, tokens, draft=4 if tokens == 5 else 0, activation=activation, state=state, rows=24))
+
+
+@pytest.mark.parametrize("dims", DIMS + PLAIN_DIMS, ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 6, 19])
+def test_shapes(layer, tokens, dims):
+    run_case(Case(layer, tokens, dims, draft=5 if tokens == 6 else 0))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (1, 4), (3, 6), (2, 16)], ids=str)
+def test_head_ratios(heads):
+    run_case(Case("gated_delta", 1, heads=heads, beta_scale=2.0))
+    run_case(Case("gated_delta", 4, heads=heads, draft=3, beta_scale=2.0))
+
+
+@pytest.mark.parametrize("window", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_windows(layer, window):
+    run_case(Case(layer, 1, window=window, rows=24))
+    if window >= 4:
+        run_case(Case(layer, 4, window=window, draft=3, rows=24))
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 4, 24])
+def test_whole_heads(layer, tokens):
+    """A batch that fills the GPU: no head is divided."""
+    run_case(Case(layer, tokens, heads=(8, 32), draft=3 if tokens == 4 else 0, rows=20))
+
+
+@pytest.mark.parametrize("decay", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_strong_decay(layer, decay):
+    """Down to -300 a step: no exponential may overflow, no ratio may be 0/0."""
+    for tokens, draft in ((1, 0), (8, 7), (30, 0)):
+        run_case(Case(layer, tokens, draft=draft, decay=decay))
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+def test_derived_fold(layer, tokens):
+    run_case(Case(layer, tokens, draft=3 if tokens == 4 else 0, derived=True, ring=FP16), {"ring_v": 2e-3})
+
+
+def test_wide_ring():
+    run_case(Case("gated_delta", 4, draft=3, ring=FP32))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random(seed):
+    rng = random.Random(seed)
+    window, tokens = rng.choice([4, 8, 16, 24, 48]), rng.randint(1, 16)
+    draft = tokens - 1 if window >= tokens else 0
+    layer, dims, state = rng.choice(LAYERS), rng.choice(DIMS), rng.choice([FP32, BF16, FP16])
+    run_case(Case(layer, tokens, dims, window=window, draft=draft, state=state, seed=seed, rows=30))
