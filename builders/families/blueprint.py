@@ -8,9 +8,17 @@ from typing import Any
 from trtllm_replayssm.builders.families.base import Family, Source
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.base import Layer
+from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.errors import CheckpointError
 
+#: Pairs of fields of which the first is a multiple of the second, by kind of layer.
+MULTIPLES = {
+    "mamba2": ("num_heads", "n_groups"),
+    "gated_delta": ("num_value_heads", "num_key_heads"),
+    "attention": ("num_heads", "num_kv_heads"),
+    "moe": ("num_experts", "n_group"),
+}
 #: Sources of a layer's parameters, by the parameter's name in the layer.
 Sources = dict[str, Source]
 
@@ -66,10 +74,27 @@ class BlueprintFamily(Family):
         super().__init__(HfConfig(renamed(config, self.aliases), config.where), tensor_shapes)
         self.blueprint = self.read()
         self.config.finish()
+        self.check_layers()
 
     def read(self) -> Blueprint:
         """The model that config and tensor names describe; every key of the config is read or ignored on purpose."""
         raise NotImplementedError
+
+    def check_layers(self) -> None:
+        """Raises CheckpointError for head, group and expert counts that no tensor shape would contradict."""
+        for layer in dict.fromkeys(branch.layer for branch in self.blueprint.branches):
+            if layer.kind in MULTIPLES:
+                many, few = ((field, getattr(layer, field)) for field in MULTIPLES[layer.kind])
+                if many[1] % few[1]:
+                    raise CheckpointError(
+                        f"{self.config.where}: {layer.kind} layers have {many[1]} {many[0]}, which is no multiple of"
+                        f" {few[1]} {few[0]}"
+                    )
+            if isinstance(layer, Moe) and layer.top_k > layer.num_experts // layer.n_group * layer.topk_group:
+                raise CheckpointError(
+                    f"{self.config.where}: {layer.top_k} experts a token cannot be chosen from {layer.topk_group} of"
+                    f" {layer.n_group} groups of {layer.num_experts} experts"
+                )
 
     def decoder(self) -> HybridDecoder:
         b = self.blueprint

@@ -66,7 +66,10 @@ class Qwen(BlueprintFamily):
                 raise config.fail("rope_theta", f"is {stated:g}, but {theta:g} in rope_parameters")
         elif "partial_rotary_factor" not in config:
             raise config.fail("partial_rotary_factor", "is missing, and no value can be assumed for it")
-        return Rope(int(config.positive("head_dim") * factor), theta)
+        channels = config.positive("head_dim") * factor
+        if not 0 < factor <= 1 or channels % 2:
+            raise config.fail("partial_rotary_factor", f"is {factor:g}, which is no even number of a head's channels")
+        return Rope(int(channels), theta)
 
     def layer_types(self) -> list[str]:
         return layer_types(self.config, ("linear_attention", "full_attention"), "full_attention_interval")

@@ -18,6 +18,8 @@ class Qwen3Next(Qwen):
     def sparse(self, index: int) -> bool:
         config = self.config
         dense = config.get("mlp_only_layers", [])
+        if not isinstance(dense, list):
+            raise config.fail("mlp_only_layers", f"is {dense!r}; expected a list of layer numbers")
         step = config.positive("decoder_sparse_step", 1)
         # Read only by dense layers.
         config.ignore("intermediate_size")
