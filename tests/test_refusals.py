@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_models import build
+from hf_spelling import write_hub
 from test_published_sizes import CONFIGS, SIZES
 
 from trtllm_replayssm.builders.families.refused import REFUSED
 from trtllm_replayssm.builders.families.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, find_family
 from trtllm_replayssm.builders.hf.config import read_config
-from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError
+from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 
 Config = dict[str, Any]
 
@@ -201,7 +204,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("qwen3_5_27b", {"layer_types": ["sliding_attention"] * 64}, "must list 64 layers"),
         ("qwen3_5_27b", {"vocab_size": None}, "vocab_size is missing"),
         ("nemotron_nano_v2_9b", {"hybrid_override_pattern": "M-X*"}, "holds 'X'"),
-        ("nemotron_nano_v2_9b", {"hybrid_override_pattern": ""}, "is empty"),
+        ("nemotron_nano_v2_9b", {"hybrid_override_pattern": []}, "expected a pattern"),
         ("nemotron_nano_v2_9b", {"num_hidden_layers": 52}, "num_hidden_layers is 52"),
         ("nemotron_nano_v2_9b", {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
         ("nemotron_nano_v2_9b", {"norm_eps": 1e-6}, "layer_norm_epsilon is 1e-05, but norm_eps"),
@@ -268,3 +271,24 @@ def test_the_outer_tie_wins() -> None:
 def test_layers_behind_the_last_whole_group_of_ling_are_attention() -> None:
     layers = find_family(config("ling_3_tiny", num_hidden_layers=6), {}).decoder().layers[::2]
     assert [layer.kind for layer in layers] == ["kda", "kda", "kda", "mla", "mla", "mla"]
+
+
+VALUES = (None, True, -1, 0, 3, 0.5, float("nan"), float("inf"), "x", [], [None], [1], {}, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba2", "nemotron_h_latent", "qwen3_next", "qwen3_5_moe_vl", "kimi_linear", "bailing_hybrid"]
+)
+def test_whatever_a_key_holds_the_answer_is_a_sentence(name: str, tmp_path: Path) -> None:
+    """Every key of a config, with values of every type: a model, or a UserError, and never another exception."""
+    original = read_config(write_hub(build(name), tmp_path / "hub") / "config.json")
+    text = original.get("text_config", original)
+    nested = {key: value for key, value in text.items() if isinstance(value, dict)}
+    for level in (original, text, *nested.values()):
+        for key, value in list(level.items()):
+            for wrong in VALUES:
+                level[key] = wrong
+                with suppress(UserError):
+                    find_family(original, {}).decoder()
+            level[key] = value
+    find_family(original, {})

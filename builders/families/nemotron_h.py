@@ -96,9 +96,11 @@ class NemotronH(BlueprintFamily):
         key = self.config.first(*keys)
         pattern = self.config.get(key)
         symbols = list(pattern) if isinstance(pattern, str | list) else []
-        unknown = next((s for s in symbols if not isinstance(s, str) or s not in KINDS), None)
-        if not symbols or unknown is not None:
-            raise self.config.fail(key, f"holds {unknown!r}; known are {', '.join(KINDS)}" if symbols else "is empty")
+        if not symbols:
+            raise self.config.fail(key, f"is {pattern!r}; expected a pattern of layers")
+        unknown = [symbol for symbol in symbols if not isinstance(symbol, str) or symbol not in KINDS]
+        if unknown:
+            raise self.config.fail(key, f"holds {unknown[0]!r}; known are {', '.join(KINDS)}")
         return [KINDS[symbol] for symbol in symbols]
 
     def branches(self, prefix: str, kinds: list[str]) -> tuple[Branch, ...]:

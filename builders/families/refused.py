@@ -65,6 +65,8 @@ REFUSED: dict[str, str] = {
     "lfm2_moe": _SHORT_CONV,
     "Lfm3ForCausalLM": _SHORT_CONV,
     "lfm3": _SHORT_CONV,
+    "inkling": _SHORT_CONV,
+    "inkling_mm_model": _SHORT_CONV,
     "RecurrentGemmaForCausalLM": "its recurrence is the gated linear recurrent unit, which has no ReplaySSM layer",
     "recurrent_gemma": "its recurrence is the gated linear recurrent unit, which has no ReplaySSM layer",
     "RwkvForCausalLM": _RWKV,
