@@ -62,8 +62,9 @@ def matvec(state: Tensor, x: Tensor) -> Tensor:
 
 def add_outer(state: Tensor, u: Tensor, x: Tensor) -> None:
     """``S += u x^T`` per head, in place: u ``[rows, H, V]``, x ``[rows, G, K]`` shared by ``H / G`` heads."""
-    grouped = (x.shape[1], -1)
-    state.unflatten(1, grouped).addcmul_(u.unflatten(1, grouped)[..., None], x[:, :, None, None])
+    rows, _, values, width = state.shape
+    groups = x.shape[1]
+    state.view(rows, groups, -1, values, width).addcmul_(u.view(rows, groups, -1, values, 1), x[:, :, None, None])
 
 
 def load_state(state_pool: Tensor, slots: Tensor, folded: Tensor) -> Tensor:
@@ -111,9 +112,8 @@ def replay_step(recurrence: Recurrence, tokens: Tokens, step: Tensor, pools: dic
     pools: ``state [slots, heads, ...]`` and ``ring_<name> [slots, heads, ring_rows, ...]``, changed in place.
     Returns ``[rows, T, heads, value_dim]`` in the compute dtype, zero for padding rows and tokens.
     """
-    slots, committed, folded, fold_to, query_len = (
-        step[:, column].long() for column in (Step.SLOT, Step.COMMITTED, Step.FOLDED, Step.FOLD_TO, Step.QUERY_LEN)
-    )
+    columns = step.long().unbind(1)
+    slots, committed, folded, fold_to, query_len = (columns[column] for column in Step)
     live = slots >= 0
     length = next(iter(tokens.values())).shape[1]
     valid = live[:, None] & (torch.arange(length, device=step.device) < query_len[:, None])

@@ -54,11 +54,11 @@ LAYERS: dict[str, Layer] = {
     "mla_rope": Mla(4, 12, 6, 4, 5, 1e-6, 10, 1e-5, Rope(4, 1e4, True), "head"),
     "mla_gated": Mla(4, 12, 6, 4, 5, 1e-6, gate="element"),
     "mlp": Mlp(16, "swiglu"),
-    "mlp_limit": Mlp(16, "swiglu", limit=0.5),
+    "mlp_limit": Mlp(16, "swiglu", limit=0.1),
     "mlp_relu2": Mlp(16, "relu2", bias=True),
     "moe_softmax": Moe(8, 3, 8, "swiglu", "softmax", shared=Mlp(8, "swiglu"), shared_gate=True),
     "moe_groups": Moe(
-        8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.5, shared=Mlp(12, "swiglu", 0.5)
+        8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.1, shared=Mlp(12, "swiglu", 0.1)
     ),
     "moe_latent": Moe(8, 2, 8, "relu2", "sigmoid", normalise=False, latent_size=10, shared=Mlp(8, "relu2")),
 }  # fmt: skip

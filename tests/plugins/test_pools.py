@@ -81,6 +81,17 @@ def test_a_batch_of_padding_changes_nothing(spec: Spec, mode: RowMode) -> None:
     assert all((pool == 3.0).all() for pool in sim.pools.values())
 
 
+@all_kinds
+def test_a_negative_slot_is_padding_whatever_else_its_plan_says(spec: Spec) -> None:
+    """A plan that was left over from another step must not fold or append through slot -1."""
+    sim = Simulator(spec, REPLAY, fill=3.0)
+    plan = torch.tensor([[-1, 9, 6, fold_to, 2, 0, 0, 0] for fold_to in (6, 9, 11)], dtype=torch.int32)
+    text = spec.inputs(2)
+    y = sim.layer({name: x.double().expand(3, -1, -1) for name, x in text.items()}, plan)
+    assert not y.any()
+    assert all((pool == 3.0).all() for pool in sim.pools.values())
+
+
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 64), (4, 8, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_slots_are_padded_to_the_alignment(shape: tuple[int, ...], dtype: torch.dtype) -> None:
