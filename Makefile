@@ -13,7 +13,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 
 .PHONY: demo test lint format wheel clean
 
-demo: $(VENV)/test.stamp
+demo: $(VENV)/demo.stamp
 	$(BIN)/trtllm-replayssm demo
 
 # One thread a process: the models are tiny, and two processes share the work.
@@ -29,7 +29,7 @@ format: $(VENV)/lint.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-wheel: $(VENV)/test.stamp
+wheel: $(VENV)/demo.stamp
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
@@ -40,8 +40,13 @@ $(VENV)/python.stamp:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
-	@echo "installing trtllm-replayssm and its tested dependencies into $(VENV)"
+# demo < test < lint: each adds packages to the one environment.
+$(VENV)/demo.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
+	@echo "installing trtllm-replayssm into $(VENV), with the versions it was tested with"
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(PIP) --editable '.[test]'
 	touch $@
 
