@@ -83,5 +83,5 @@ def print_report(report: Report) -> None:
     )
     if report.steps:
         steps = [(s.step, bytes_text(s.ordinary), bytes_text(s.replay), f"{s.ratio:.2f} x") for s in report.steps]
-        columns = ("step", "ordinary", "ReplaySSM", "less by")
-        print_table(f"Recurrent bytes moved per request and step{rank}: a model, not a measurement", columns, steps)
+        title = f"Recurrent bytes moved per request and step{rank}: a model, not a measurement"
+        print_table(title, ("step", "ordinary", "ReplaySSM", "less by"), steps)
