@@ -130,14 +130,12 @@ def attend(e: Emitter, where: StepPositions, q: Tensor, k: Tensor, v: Tensor, sc
 
 
 def fused_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    layer = e.tensorrt.add_attention(e.network, query, k, v)
-    if layer is None:
-        e.named(layer, "attention", query, k, v)
-    layer.name = f"{e.scope}/attention"
-    layer.mask = where.visible
+    mask, lengths = where.visible, where.lengths if e.tensorrt.features.attention_lengths else None
+    layer = e.named(e.tensorrt.add_attention(e.network, query, k, v), "attention", query, k, v)
+    layer.mask = mask
     layer.decomposable = True
-    if e.tensorrt.features.attention_lengths:
-        layer.key_value_lengths = where.lengths
+    if lengths is not None:
+        layer.key_value_lengths = lengths
     return layer.get_output(0)
 
 

@@ -224,7 +224,14 @@ class TensorRTNetwork(Network):
         return e.reshape(masked, (0, 0, experts))
 
     def _experts(
-        self, x: Tensor, indices: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, limit: float | None
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        up: Weight,
+        down: Weight,
+        activation: str,
+        limit: float | None,
     ) -> Tensor:
         e, matrices = self.emitter, (self.constant(up), self.constant(down))
         if native_fits(e, self.capability, activation, limit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,14 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """A finished network definition. Keep it until the plan is built: it holds the memory behind the constants."""
+    """A finished network definition. Keep it until the plan is built: it holds the memory behind the constants.
+
+    max_tokens: of one row and step; the KV cache, if there is one, holds no more.
+    """
 
     emitter: Emitter
     weights: Mapping[str, torch.Tensor]
+    max_tokens: float
 
     @property
     def network(self) -> Any:
@@ -99,7 +104,9 @@ def emit_step(
     )
     logits = decoder.forward(net, token_ids, options.replay, last_only=True)
     net.mark_output(logits, "logits")
-    return EmittedStep(emitter, weights)
+    return EmittedStep(
+        emitter, weights, min((p.shape[1] for p in net.pools.values() if p.kind == "kv"), default=math.inf)
+    )
 
 
 def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer, token_ids: Tensor) -> Tensor:
@@ -139,8 +146,14 @@ def add_profiles(emitter: Emitter, builder: Any, config: Any, sizes: StepSizes) 
 def build_plan(step: EmittedStep, builder: Any, config: Any, sizes: StepSizes) -> Any:
     """The serialised engine. ``config`` carries the caller's choices; profiles and precision are set here.
 
-    Raises EngineError when the builder fails; its reasons are in TensorRT's log.
+    Raises EngineError when the sizes do not fit the network, or when the builder fails; its reasons are in TensorRT's log.
     """
+    longest = max(sizes.prefill_tokens, sizes.verify_tokens)
+    if longest > step.max_tokens:
+        raise EngineError(
+            f"a step of {longest} tokens does not fit into a KV cache of {step.max_tokens} positions",
+            "lower --max_num_tokens, or raise --max_seq_len",
+        )
     # A float32 router must choose the experts that torch chooses: no shortened mantissas.
     config.clear_flag(step.emitter.trt.BuilderFlag.TF32)
     add_profiles(step.emitter, builder, config, sizes)

@@ -42,7 +42,9 @@ class Emitter:
     def dtype(self, x: Tensor) -> torch.dtype:
         return self.tensorrt.torch_dtype(x.dtype)
 
-    def input(self, name: str, dtype: torch.dtype, shape: Sequence[int], dims: Sequence[str] = ("rows", "tokens")) -> Tensor:
+    def input(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], dims: Sequence[str] = ("rows", "tokens")
+    ) -> Tensor:
         """A network input; ``dims`` names its dynamic (-1) sizes in order, and equal names are equal sizes."""
         tensor = self.network.add_input(name, self.tensorrt.dtype(dtype), tuple(shape))
         if tensor is None:

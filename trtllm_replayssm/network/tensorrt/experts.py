@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from trtllm_replayssm.compat import MOE_CAPABILITIES
@@ -28,7 +30,13 @@ def native_experts(e: Emitter, x: Tensor, indices: Tensor, weights: Tensor, up: 
 
 
 def grouped_experts(
-    e: Emitter, x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, hidden_of
+    e: Emitter,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    hidden_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The same from ordinary layers, for any activation; ``hidden_of`` turns ``[..., up rows]`` into ``[..., F]``.
 
@@ -50,7 +58,9 @@ def grouped_experts(
     blocks = e.binary("FLOOR_DIV", filled, number(BLOCK, 2))
     end = e.running_sum(blocks, 1)
     first = e.reshape(e.binary("SUB", end, blocks), (-1,))
-    slot = e.binary("SUM", e.binary("PROD", e.gather(first, e.reshape(expert, (-1,)), 0), number(BLOCK)), e.reshape(place, (-1,)))
+    slot = e.binary(
+        "SUM", e.binary("PROD", e.gather(first, e.reshape(expert, (-1,)), 0), number(BLOCK)), e.reshape(place, (-1,))
+    )
 
     wide = lambda value: e.number(value, torch.int64, 1)  # noqa: E731
     count = e.binary("SUM", e.binary("FLOOR_DIV", pairs, wide(BLOCK)), e.binary("MIN", pairs, wide(experts)))

@@ -33,7 +33,12 @@ class PluginLayer(Protocol):
     """
 
     def __call__(
-        self, emitter: Emitter, kind: str, attributes: Any, inputs: Mapping[str, Tensor], outputs: tuple[PluginOutput, ...]
+        self,
+        emitter: Emitter,
+        kind: str,
+        attributes: Any,
+        inputs: Mapping[str, Tensor],
+        outputs: tuple[PluginOutput, ...],
     ) -> tuple[Tensor, ...]: ...
 
 
@@ -46,7 +51,12 @@ class CutPlugins:
     """
 
     def __call__(
-        self, emitter: Emitter, kind: str, attributes: Any, inputs: Mapping[str, Tensor], outputs: tuple[PluginOutput, ...]
+        self,
+        emitter: Emitter,
+        kind: str,
+        attributes: Any,
+        inputs: Mapping[str, Tensor],
+        outputs: tuple[PluginOutput, ...],
     ) -> tuple[Tensor, ...]:
         network, prefix = emitter.network, f"cut/{emitter.scope}/{kind}"
         for name, tensor in inputs.items():

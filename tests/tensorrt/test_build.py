@@ -1,0 +1,163 @@
+"""What TensorRT's builder takes and refuses: released sizes, profiles, tensor parallelism, sizes that cannot be bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+
+from emission import Emission, make_weights, rtx, without
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.network.tensorrt.build import StepSizes, emit_step
+from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
+from trtllm_replayssm.replay import ReplayConfig
+
+SIZES = StepSizes(max_batch_size=64, verify_tokens=4, prefill_tokens=2048)
+#: 4093 + 3 drafts.
+MAX_SEQ_LEN = 4093
+#: One layer of each kind as released models have it, with the model's hidden size. Of 128, 256 and 512 experts 24 are kept:
+#: they differ in nothing but their number, and the builder takes 20 s for 128.
+RELEASED: dict[str, tuple[int, Layer]] = {
+    "Nemotron 3 Nano 30B mixer": (2688, Mamba2(64, 64, 128, 8, 4, 1e-5)),
+    "Nemotron Nano v2 9B mixer": (4480, Mamba2(128, 80, 128, 8, 4, 1e-5)),
+    "Nemotron Nano v2 9B attention": (4480, Attention(40, 8, 128, 128**-0.5)),
+    "Nemotron Nano v2 9B MLP": (4480, Mlp(15680, "relu2")),
+    "Nemotron 3 Nano 30B experts": (2688, Moe(24, 6, 1856, "relu2", "sigmoid", True, 2.5, shared=Mlp(3712, "relu2"))),
+    "Nemotron 3 Super experts": (
+        4096,
+        Moe(24, 22, 2688, "relu2", "sigmoid", True, 5.0, shared=Mlp(5376, "relu2"), latent_size=1024),
+    ),
+    "Qwen3.5 27B mixer": (5120, GatedDelta(16, 48, 128, 128, 4, 1e-6)),
+    "Qwen3.5 27B attention": (5120, Attention(24, 4, 256, 1 / 16, Rope(64, 1e7), 1e-6, True, True)),
+    "Qwen3.5 35B experts": (2048, Moe(24, 8, 512, "swiglu", "softmax", shared=Mlp(512, "swiglu"), shared_gate=True)),
+    "Kimi-Linear mixer": (2304, Kda(32, 128, 4, 1e-5, None, 128)),
+    "Kimi-Linear attention": (2304, Mla(32, 512, 128, 64, 128, 1e-6)),
+    "Ling 3.0 flash mixer": (2560, Kda(32, 128, 4, 1e-6, -5.0, conv_float32=True)),
+    "Ling 3.0 tiny attention": (1536, Mla(16, 512, 128, 64, 128, 1e-6, 256, 1e-6, Rope(64, 6e6, True), "head")),
+    "Ling 3.0 flash experts": (
+        2560,
+        Moe(24, 8, 768, "swiglu", "sigmoid", True, 2.5, 8, 4, 4.0, Mlp(768, "swiglu", 7.0)),
+    ),
+}
+
+
+def one(layer: Layer, hidden: int = 32) -> HybridDecoder:
+    return HybridDecoder(256, hidden, 1e-5, (layer,))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_build(name: str) -> None:
+    hidden, layer = RELEASED[name]
+    decoder = one(layer, hidden)
+    # Zeros of calloc take no time and, until the builder reads them, no memory.
+    weights = {
+        n: torch.zeros(p.shape, dtype=torch.float32 if p.float32 else torch.bfloat16)
+        for n, p in decoder.parameters().items()
+    }
+    emission = Emission.of(decoder, torch.bfloat16, weights=weights, max_seq_len=MAX_SEQ_LEN)
+    assert len(emission.plan(SIZES)) > 0
+
+
+def test_weights_are_not_copied() -> None:
+    """Constants point at the memory that was handed in, until the builder reads it."""
+    decoder = one(Mlp(48, "relu2"))
+    weights = make_weights(decoder, torch.float32)
+    network = Emission.of(decoder, weights=weights).step.network
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    name = "transformer.layers.0.mlp.up.weight"
+    weights[name].fill_(3.0)
+    trt = rtx().module
+    found = 0
+    for layer in layers:
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            found += tuple(layer.shape)[-2:] == (48, 32) and bool((layer.weights == 3.0).all())
+    assert found == 1
+
+
+def test_profiles() -> None:
+    emission = Emission.of(one(Attention(4, 2, 8, 0.3)))
+    builder = emission.builder
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(emission.tensorrt.module.ComputeCapability.SM89, 0)
+    from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, build_plan
+
+    build_plan(emission.step, builder, config, StepSizes(8, 4, 100))
+    assert config.num_optimization_profiles == 2
+    assert not config.get_flag(emission.tensorrt.module.BuilderFlag.TF32)
+    ranges = StepSizes(8, 4, 100).profiles()
+    assert ranges[PREFILL] == {"rows": (1, 1, 1), "tokens": (1, 100, 100), "logits": (1, 1, 1)}
+    assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 4, 4), "logits": (1, 4, 4)}
+
+
+def test_step_longer_than_the_cache_is_refused() -> None:
+    with pytest.raises(EngineError, match="a step of 129 tokens does not fit into a KV cache of 128 positions"):
+        Emission.of(one(Attention(4, 2, 8, 0.3))).plan(StepSizes(8, 4, 129))
+
+
+def test_cache_that_cannot_be_bound_is_refused() -> None:
+    """127 positions of one head of 8 float32 channels: slots would not lie on multiples of 256 bytes."""
+    with pytest.raises(EngineError, match="which TensorRT cannot bind") as error:
+        Emission.of(one(Attention(4, 1, 8, 0.3)), max_seq_len=124)
+    assert "--max_seq_len" in error.value.hint
+
+
+@pytest.fixture
+def two_ranks():
+    """One rank of two of a decoder with every kind of collective."""
+    tensorrt = rtx()
+
+    def emit(tensorrt=tensorrt):
+        decoder = HybridDecoder(51, 32, 1e-5, (Attention(4, 2, 8, 0.3), Mlp(48, "swiglu")))
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: torch.randn(p.local_shape(2), generator=generator).half() for name, p in decoder.parameters(2).items()
+        }
+        builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
+        options = StateOptions(ReplayConfig(), torch.float16, 128)
+        network = tensorrt.create_network(builder)
+        step = emit_step(tensorrt, network, decoder.divided(2), weights, options, CutPlugins(), tp_size=2)
+        return builder, step
+
+    return emit
+
+
+def test_tensor_parallel_network(two_ranks) -> None:
+    """Two sums and the gathering of the logits, of the shapes that TensorRT infers."""
+    _, step = two_ranks()
+    kinds = [step.network.get_layer(i).type.name for i in range(step.network.num_layers)]
+    assert kinds.count("DIST_COLLECTIVE") == 3
+    assert step.tensors()["logits"] == ("out", torch.float32, (-1, -1, 51))
+
+
+def test_tensor_parallelism_is_refused_without_collectives(two_ranks) -> None:
+    with pytest.raises(EngineError, match="cannot sum over 2 ranks") as error:
+        two_ranks(without(rtx(), collective=False))
+    assert "--engine_flavour embedded" in error.value.hint
+
+
+def test_refused_layer_is_named() -> None:
+    """A weight of the wrong dtype: strongly typed networks do not mix them."""
+    decoder = one(Mlp(48, "relu2"))
+    emission = Emission.of(decoder)
+    emitter = emission.step.emitter
+    a = emitter.number(1.0, torch.float32, 3)
+    b = emitter.number(1.0, torch.float16, 3)
+    with pytest.raises(EngineError, match="could not build"):
+        emitter.network.mark_output(emitter.binary("SUM", a, b))
+        emission.plan(replace(SIZES, prefill_tokens=64))

@@ -1,0 +1,129 @@
+"""The emitted network computes what the torch backend computes: every layer kind, every fallback, every kind of step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+
+from emission import Emission, Run, rtx, without
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import Layer
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.plugins.cursors import RowMode
+
+SHARED = Mlp(24, "swiglu")
+LAYERS: dict[str, Layer] = {
+    "mamba2": Mamba2(8, 8, 16, 2, 4, 1e-5),
+    "mamba2 with projection biases, without convolution bias": Mamba2(4, 8, 16, 1, 4, 1e-5, False, True, 0.01, 1.0),
+    "gated delta": GatedDelta(2, 4, 16, 8, 4, 1e-6),
+    "gated delta with negative eigenvalues and a sigmoid gate": GatedDelta(2, 2, 8, 16, 4, 1e-6, 2.0, "sigmoid"),
+    "kda": Kda(4, 8, 4, 1e-6),
+    "kda, bounded, with low-rank gates and float32 taps": Kda(4, 8, 4, 1e-6, -5.0, 6, True),
+    "attention": Attention(4, 2, 8, 8**-0.5),
+    "attention with everything": Attention(4, 2, 16, 0.3, Rope(8, 1e4), 1e-6, True, True, True),
+    "attention with interleaved rope": Attention(4, 1, 8, 0.3, Rope(8, 1e4, True)),
+    "mla": Mla(4, 32, 8, 8, 8, 1e-6),
+    "mla with everything, gated by head": Mla(4, 32, 8, 8, 16, 1e-6, 12, 1e-5, Rope(8, 1e4, True), "head"),
+    "mla gated by element": Mla(2, 32, 8, 8, 8, 1e-6, rope=Rope(8, 1e4), gate="element"),
+    "relu2": Mlp(48, "relu2", bias=True),
+    "swiglu": Mlp(48, "swiglu"),
+    "swiglu with a limit": Mlp(48, "swiglu", limit=0.1),
+    "moe by softmax, gated shared expert": Moe(8, 3, 12, "swiglu", "softmax", shared=SHARED, shared_gate=True),
+    "moe by sigmoid, in groups, limited": Moe(8, 3, 12, "swiglu", "sigmoid", True, 2.5, 4, 2, 0.05, SHARED),
+    "moe in latent space": Moe(8, 4, 12, "relu2", "sigmoid", False, 1.5, latent_size=16),
+}
+DECODER = HybridDecoder(50, 32, 1e-5, tuple(LAYERS.values()))
+
+
+def one(layer: Layer) -> HybridDecoder:
+    return HybridDecoder(50, 32, 1e-5, (layer,))
+
+
+def tokens(rows: int, count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 50, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def check(run: Run, live: list[int] | None = None, upto: list[int] | None = None, **step) -> None:
+    """Equal logits of valid tokens, and equal state, up to rounding that grows with the depth."""
+    expected, got = run.compare(**step)
+    atol = 1e-5 * max(2, len(run.emission.decoder.layers))
+    for row in range(len(expected)) if live is None else live:
+        end = None if upto is None else upto[row]
+        torch.testing.assert_close(got[row, :end], expected[row, :end], atol=atol, rtol=1e-4)
+    for name, pool in run.mine.items():
+        if "cache" not in name:
+            torch.testing.assert_close(run.theirs[name], pool, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def drive(emission: Emission) -> None:
+    """A request's life in two rows: a prefill in two chunks, decoding, and verifying with rejected drafts."""
+    run = Run(emission, 2)
+    check(run, ids=tokens(2, 9, 1), mode=RowMode.ABSORB, accepted=9)
+    check(run, ids=tokens(2, 5, 2), mode=RowMode.ABSORB, accepted=5)
+    for seed, (count, accepted) in enumerate(((1, 1), (4, 2), (4, 1), (1, 1), (4, 4), (4, 3), (1, 1))):
+        check(run, ids=tokens(2, count, 10 + seed), mode=RowMode.DECODE, accepted=accepted)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layer_equals_torch(kind: str) -> None:
+    drive(Emission.of(one(LAYERS[kind])))
+
+
+def test_whole_decoder_equals_torch() -> None:
+    drive(Emission.of(replace(DECODER, norm_zero_centred=True, tie_embeddings=True)))
+
+
+@pytest.mark.parametrize("missing", ["kv_cache_update", "attention_lengths"])
+@pytest.mark.parametrize("kind", ["attention with everything", "mla with everything, gated by head"])
+def test_earlier_versions_equal_torch(kind: str, missing: str) -> None:
+    drive(Emission.of(one(LAYERS[kind]), tensorrt=without(rtx(), **{missing: False})))
+
+
+def test_native_experts_equal_torch() -> None:
+    decoder = one(LAYERS["moe by softmax, gated shared expert"])
+    emission = Emission.of(decoder, capability=(10, 0))
+    kinds = [emission.step.network.get_layer(i).type.name for i in range(emission.step.network.num_layers)]
+    assert kinds.count("MOE") == 1
+    drive(emission)
+
+
+@pytest.mark.parametrize("layer", ["moe by sigmoid, in groups, limited", "moe in latent space"])
+def test_native_experts_are_not_used_where_they_would_compute_something_else(layer: str) -> None:
+    emission = Emission.of(one(LAYERS[layer]), capability=(10, 0))
+    kinds = [emission.step.network.get_layer(i).type.name for i in range(emission.step.network.num_layers)]
+    assert "MOE" not in kinds
+
+
+def test_experts_of_more_tokens_than_a_block() -> None:
+    """More pairs for one expert than a block has rows, and experts that nobody chose."""
+    moe = Moe(16, 2, 12, "swiglu", "softmax")
+    run = Run(Emission.of(one(moe)), 4)
+    ids = tokens(4, 100, 3)
+    ids[:, ::2] = 7
+    check(run, ids=ids, mode=RowMode.ABSORB, accepted=100)
+
+
+def test_padding_rows_and_tokens_change_nothing() -> None:
+    """Rows that sit a step out keep their state and KV cache; padding tokens do not reach valid ones."""
+    run = Run(Emission.of(DECODER), 3)
+    check(run, ids=tokens(3, 20, 1), mode=RowMode.ABSORB, accepted=20)
+    before = {name: pool[1].clone() for name, pool in run.theirs.items()}
+    lengths = [4, 1, 2]
+    check(run, [0, 2], lengths, ids=tokens(3, 4, 2), mode=RowMode.DECODE, accepted=1, slots=[0, -1, 2], lengths=lengths)
+    for name, pool in run.theirs.items():
+        now = pool[1, :, :20] if "cache" in name else pool[1]
+        was = before[name][:, :20] if "cache" in name else before[name]
+        assert torch.equal(now, was), name
+    check(run, ids=tokens(3, 1, 3), mode=RowMode.DECODE, accepted=1)
