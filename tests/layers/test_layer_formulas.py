@@ -197,5 +197,5 @@ def test_a_layer_in_steps_is_its_formula_over_the_sequence(name: str) -> None:
     accepted = sum(step[1] for step in PLAN)
     for row, x in enumerate(random_input().double()):
         expected = FORMULAS[layer.kind](layer, wide, x[:accepted])
-        assert expected.std() > 0.05, "the comparison must have something to see"
+        assert expected.std() > 100 * 2e-5, "the comparison must have something to see"
         torch.testing.assert_close(output[row].double(), expected, atol=2e-5, rtol=2e-5)
