@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_replayssm import doctor
+from trtllm_replayssm import compat, doctor
 from trtllm_replayssm.doctor import Finding, diagnose, judge, version_tuple
 
 
@@ -33,6 +34,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, module)
 
     return install
+
+
+# Imported while torch is whole: a module that was imported over a fake would stay that way.
+assert compat.MODULES
 
 
 @pytest.fixture
@@ -78,9 +83,10 @@ def test_bare_machine(fake: Any, versions: Any, no_gpu: None) -> None:
     diagnosis = diagnose()
     assert not any(capability.available for capability in diagnosis.capabilities)
     found = {finding.name: finding for finding in diagnosis.findings}
-    assert found["torch"].value == found["TensorRT"].value == "not installed"
+    assert found["torch"].value == "torch is not installed"
+    assert found["TensorRT"].value == "tensorrt is not installed"
     embedded = diagnosis.capabilities[0]
-    assert embedded.missing == ("torch: not installed",)
+    assert embedded.missing == ("torch: torch is not installed",)
     assert embedded.mend == ("pip install 'torch>=2.9,<3'",)
 
 
@@ -94,6 +100,7 @@ def test_cpu_machine(fake: Any, versions: Any, no_gpu: None) -> None:
 
 def test_gpu_hidden_from_a_cpu_build_of_torch(fake: Any, versions: Any, gpu: None) -> None:
     fake("torch", **TORCH_CPU, cuda=NO_DEVICES)
+    fake("cuda.bindings.nvrtc", nvrtcVersion=lambda: (0, 13, 0))
     versions()
     capability = next(c for c in diagnose().capabilities if c.name == "embedded engine on a GPU")
     assert capability.missing == ("torch on the GPU: 0 device(s)",)
@@ -106,27 +113,33 @@ def test_gpu_machine(fake: Any, versions: Any, gpu: None) -> None:
     fake("cuda.bindings.nvrtc", nvrtcVersion=lambda: (0, 13, 0))
     versions(cuda_bindings="13.0.3", transformers="5.24.0")
     assert verdicts()["embedded engine on a GPU"]
+    assert verdicts()["compiling the CUDA kernels"]
     found = {finding.name: finding for finding in diagnose().findings}
     assert found["NVIDIA GPU"].value == "2 x NVIDIA H200, compute capability 9.0, 143771 MiB, driver 580.95.05"
     assert found["NVRTC"].value == "CUDA 13.0, cuda-bindings 13.0.3"
 
 
 def test_library_that_does_not_load_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> ModuleType:
+    load = doctor.import_module
+
+    def broken(name: str, package: str | None = None) -> ModuleType:
+        if name.startswith("trtllm_replayssm"):
+            return load(name)
         raise OSError("libnvinfer.so.11: cannot open\nshared object file")
 
     monkeypatch.setattr(doctor, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     for probe in (doctor.probe_tensorrt, doctor.probe_torch, doctor.probe_torch_cuda, doctor.probe_nvrtc):
         finding = probe()
         assert not finding.present
-        assert finding.value == "installed, but does not load: libnvinfer.so.11: cannot open shared object file"
+        assert "libnvinfer.so.11: cannot open" in finding.value
 
 
 @pytest.mark.parametrize(
     ("version", "usable"), [("10.13.3", False), ("10.14.1", True), ("11.4.0.106", True), ("12.0", False)]
 )
 def test_tensorrt_versions(version: str, usable: bool, fake: Any) -> None:
-    fake("tensorrt", __version__=version)
+    fake("tensorrt", __version__=version, ICudaEngine=object)
     assert doctor.probe_tensorrt().present is usable
 
 

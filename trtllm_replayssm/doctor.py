@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm.console import bytes_text
+from trtllm_replayssm.errors import UserError
 
 #: First release of TensorRT-LLM without an engine builder.
 TRTLLM_WITHOUT_BUILDER = (1, 3)
@@ -129,13 +130,12 @@ def probe_nvrtc() -> Finding:
 def probe_tensorrt() -> Finding:
     mend = "pip install 'trtllm-replayssm[tensorrt]'"
     try:
-        tensorrt = import_module("tensorrt")
-        version = str(tensorrt.__version__)
+        found = import_module("trtllm_replayssm.compat").load_tensorrt(("tensorrt",))
+    except UserError as error:
+        return Finding("TensorRT", False, error.message, mend)
     except Exception as error:
         return Finding("TensorRT", False, failure(error), mend)
-    if not (10, 14) <= version_tuple(version) < (12,):
-        return Finding("TensorRT", False, f"{version}; 10.14 to 11 is needed", mend)
-    return Finding("TensorRT", True, version, mend)
+    return Finding("TensorRT", True, ".".join(map(str, found.version)), mend)
 
 
 def probe_tensorrt_llm() -> Finding:
@@ -177,7 +177,7 @@ def probe_disk(folder: Path) -> Finding:
 def failure(error: Exception) -> str:
     """Why an import failed, in one line."""
     if isinstance(error, ModuleNotFoundError):
-        return "not installed"
+        return f"{error.name} is not installed"
     return f"installed, but does not load: {' '.join(str(error).split())}"
 
 
@@ -215,7 +215,8 @@ PROBES: tuple[Callable[[], Finding], ...] = (
 #: Findings that each capability needs.
 NEEDS: dict[str, tuple[str, ...]] = {
     "embedded engine on the CPU": ("Python", "torch"),
-    "embedded engine on a GPU": ("Python", "torch", "NVIDIA GPU", "torch on the GPU"),
+    "embedded engine on a GPU": ("Python", "torch", "NVIDIA GPU", "torch on the GPU", "NVRTC"),
+    "compiling the CUDA kernels": ("Python", "torch", "NVRTC"),
     "demo and tests": ("Python", "torch", "transformers"),
     "TensorRT engine": ("Python", "torch", "NVIDIA GPU", "NVRTC", "TensorRT"),
     "trtllm-build": ("Python", "torch", "NVIDIA GPU", "NVRTC", "TensorRT", "TensorRT-LLM"),
