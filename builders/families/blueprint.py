@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +77,9 @@ class BlueprintFamily(Family):
         self.config.finish()
         self.check_layers()
 
+    @abstractmethod
     def read(self) -> Blueprint:
         """The model that config and tensor names describe; every key of the config is read or ignored on purpose."""
-        raise NotImplementedError
 
     def check_layers(self) -> None:
         """Raises CheckpointError for head, group and expert counts that no tensor shape would contradict."""

@@ -44,7 +44,8 @@ class Layer(ABC):
     kinds: ClassVar[dict[str, type[Layer]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Layer.kinds[cls.kind] = cls
+        if "kind" in cls.__dict__:
+            Layer.kinds[cls.kind] = cls
 
     @abstractmethod
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:

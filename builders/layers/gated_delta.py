@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.recurrent import Recurrent
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
 from trtllm_replayssm.network.base import Activation, Network, Tensor
-from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
-from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 
 
 @dataclass(frozen=True)
-class GatedDelta(Layer):
+class GatedDelta(Recurrent):
     """num_key_heads Hk of key_dim K, num_value_heads Hv of value_dim V; value head i reads key head i // (Hv/Hk).
 
     The rows of ``in_proj`` are q, k, v, z, b, a, each over all heads. beta_scale: 2 where eigenvalues may be negative.
@@ -22,6 +20,7 @@ class GatedDelta(Layer):
     """
 
     kind = "gated_delta"
+    state_names = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
     num_key_heads: int
     num_value_heads: int
@@ -37,6 +36,10 @@ class GatedDelta(Layer):
         """Channels of q, of k and of v."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return sum(self.sizes)
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         keys, _, values = self.sizes
@@ -61,9 +64,6 @@ class GatedDelta(Layer):
             num_value_heads=divide("GDN value heads", self.num_value_heads, tp_size),
         )
 
-    def conv_attributes(self, replay: ReplayConfig) -> CausalConvAttributes:
-        return CausalConvAttributes.create(sum(self.sizes), self.conv_kernel, replay)
-
     def attributes(self, replay: ReplayConfig) -> GatedDeltaAttributes:
         return GatedDeltaAttributes(
             num_key_heads=self.num_key_heads,
@@ -76,21 +76,14 @@ class GatedDelta(Layer):
             derived_fold=replay.fold == "derived",
         )
 
-    def pools(self, options: StateOptions) -> dict[str, Pool]:
-        ring = options.ring_dtype(options.replay.fold == "derived")
-        recurrent = self.attributes(options.replay).pools(options.activation, options.state_dtype, ring)
-        return recurrent | self.conv_attributes(options.replay).pools(options.activation)
-
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         q, k, v = self.sizes
         heads = self.num_value_heads
         projected = net.linear(x, net.weight(f"{name}.in_proj.weight"))
         qkv, z, b, a = net.split(projected, (q + k + v, v, heads, heads))
-        conv_weight, conv_ring = net.weight(f"{name}.conv1d.weight"), net.pool(f"{name}.conv_ring")
-        qkv = net.causal_conv(self.conv_attributes(replay), qkv, conv_weight, None, conv_ring)
+        qkv = self.convolved(net, name, qkv, replay)
         A_log, dt_bias = net.weight(f"{name}.A_log"), net.weight(f"{name}.dt_bias")
-        pools = {p: net.pool(f"{name}.{p}") for p in ("state", "ring_k", "ring_v", "ring_g", "ring_beta")}
-        o = net.gated_delta(self.attributes(replay), qkv, a, b, A_log, dt_bias, pools)
+        o = net.gated_delta(self.attributes(replay), qkv, a, b, A_log, dt_bias, self.state(net, name))
         o = net.unflatten(o, (heads, self.value_dim))
         o = net.flatten(net.rms_norm(o, net.weight(f"{name}.norm.weight"), self.norm_epsilon))
         o = net.multiply(o, net.activation(z, self.gate))

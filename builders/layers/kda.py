@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.recurrent import Recurrent
 from trtllm_replayssm.builders.parallel import Parameter, Segment, column, divide, row
 from trtllm_replayssm.network.base import Network, Tensor
-from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
-from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 
 
 @dataclass(frozen=True)
-class Kda(Layer):
+class Kda(Recurrent):
     """num_heads H of head_dim D for keys and values.
 
     lower_bound: of the bounded gate; None for the softplus gate. gate_rank: width of the low-rank decay and output gates
@@ -22,6 +20,7 @@ class Kda(Layer):
     """
 
     kind = "kda"
+    state_names = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
     num_heads: int
     head_dim: int
@@ -34,6 +33,10 @@ class Kda(Layer):
     @property
     def channels(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 3 * self.channels
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         heads, width = self.num_heads, self.channels
@@ -59,9 +62,6 @@ class Kda(Layer):
     def divided(self, tp_size: int) -> Kda:
         return replace(self, num_heads=divide("KDA heads", self.num_heads, tp_size))
 
-    def conv_attributes(self, replay: ReplayConfig) -> CausalConvAttributes:
-        return CausalConvAttributes.create(3 * self.channels, self.conv_kernel, replay)
-
     def attributes(self, replay: ReplayConfig) -> KdaAttributes:
         return KdaAttributes(
             num_heads=self.num_heads,
@@ -73,11 +73,6 @@ class Kda(Layer):
             derived_fold=replay.fold == "derived",
         )
 
-    def pools(self, options: StateOptions) -> dict[str, Pool]:
-        ring = options.ring_dtype(options.replay.fold == "derived")
-        recurrent = self.attributes(options.replay).pools(options.activation, options.state_dtype, ring)
-        return recurrent | self.conv_attributes(options.replay).pools(options.activation)
-
     def gate_logits(self, net: Network, name: str, x: Tensor, gate: str) -> Tensor:
         """f (decay) or g (output) logits ``[rows, T, H*D]``."""
         if self.gate_rank is None:
@@ -85,13 +80,10 @@ class Kda(Layer):
         return net.linear(net.linear(x, net.weight(f"{name}.{gate}_a.weight")), net.weight(f"{name}.{gate}_b.weight"))
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
-        qkv = net.linear(x, net.weight(f"{name}.qkv.weight"))
-        conv_weight, conv_ring = net.weight(f"{name}.conv1d.weight"), net.pool(f"{name}.conv_ring")
-        qkv = net.causal_conv(self.conv_attributes(replay), qkv, conv_weight, None, conv_ring)
+        qkv = self.convolved(net, name, net.linear(x, net.weight(f"{name}.qkv.weight")), replay)
         f, b = self.gate_logits(net, name, x, "f"), net.linear(x, net.weight(f"{name}.b.weight"))
         A_log, dt_bias = net.weight(f"{name}.A_log"), net.weight(f"{name}.dt_bias")
-        pools = {p: net.pool(f"{name}.{p}") for p in ("state", "ring_k", "ring_v", "ring_g", "ring_beta")}
-        o = net.kda(self.attributes(replay), qkv, f, b, A_log, dt_bias, pools)
+        o = net.kda(self.attributes(replay), qkv, f, b, A_log, dt_bias, self.state(net, name))
         o = net.unflatten(o, (self.num_heads, self.head_dim))
         o = net.flatten(net.rms_norm(o, net.weight(f"{name}.norm.weight"), self.norm_epsilon))
         o = net.multiply(o, net.activation(self.gate_logits(net, name, x, "g"), "sigmoid"))

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.recurrent import Recurrent
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
 from trtllm_replayssm.network.base import Network, Tensor
-from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
-from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 
 
 @dataclass(frozen=True)
-class Mamba2(Layer):
+class Mamba2(Recurrent):
     """num_heads H of head_dim P, n_groups G of state_size N; convolution over H*P + 2*G*N channels.
 
     dt_min, dt_max: limits of the time step. norm_epsilon: of the gated RMSNorm, which works on each group apart.
     """
 
     kind = "mamba2"
+    state_names = ("state", "ring_x", "ring_b", "ring_dt")
 
     num_heads: int
     head_dim: int
@@ -69,9 +68,6 @@ class Mamba2(Layer):
         groups = divide("Mamba-2 groups", self.n_groups, tp_size)
         return replace(self, num_heads=divide("Mamba-2 heads", self.num_heads, tp_size), n_groups=groups)
 
-    def conv_attributes(self, replay: ReplayConfig) -> CausalConvAttributes:
-        return CausalConvAttributes.create(self.conv_channels, self.conv_kernel, replay)
-
     def attributes(self, replay: ReplayConfig) -> Mamba2Attributes:
         return Mamba2Attributes(
             num_heads=self.num_heads,
@@ -84,20 +80,13 @@ class Mamba2(Layer):
             dt_max=self.dt_max,
         )
 
-    def pools(self, options: StateOptions) -> dict[str, Pool]:
-        recurrent = self.attributes(options.replay).pools(options.activation, options.state_dtype, options.ring_dtype())
-        return recurrent | self.conv_attributes(options.replay).pools(options.activation)
-
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         bias = net.weight(f"{name}.in_proj.bias") if self.proj_bias else None
         projected = net.linear(x, net.weight(f"{name}.in_proj.weight"), bias)
         gate, xbc, dt = net.split(projected, (self.inner_size, self.conv_channels, self.num_heads))
-        conv_bias = net.weight(f"{name}.conv1d.bias") if self.conv_bias else None
-        conv_weight, conv_ring = net.weight(f"{name}.conv1d.weight"), net.pool(f"{name}.conv_ring")
-        xbc = net.causal_conv(self.conv_attributes(replay), xbc, conv_weight, conv_bias, conv_ring)
+        xbc = self.convolved(net, name, xbc, replay, self.conv_bias)
         A_log, dt_bias, D = (net.weight(f"{name}.{w}") for w in ("A_log", "dt_bias", "D"))
-        pools = {p: net.pool(f"{name}.{p}") for p in ("state", "ring_x", "ring_b", "ring_dt")}
-        y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, pools)
+        y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, self.state(net, name))
         y = net.multiply(y, net.activation(gate, "silu"))
         y = net.rms_norm(y, net.weight(f"{name}.norm.weight"), self.norm_epsilon, groups=self.n_groups)
         y = net.all_reduce(net.linear(y, net.weight(f"{name}.out_proj.weight")))
