@@ -6,6 +6,7 @@
 | slot_ids   | [rows]                 | int32 | in; slot of each row, -1 for padding              |
 | query_lens | [rows]                 | int32 | in; valid tokens of each row, 1..T                |
 | modes      | [rows]                 | int32 | in; cursors.RowMode                               |
+| token_ids  | [rows, T]              | int32 | in; only its shape is used                        |
 | step       | [rows, STEP_WORDS]     | int32 | out; cursors.Step                                 |
 
 With ``h = committed - folded``, a DECODE row

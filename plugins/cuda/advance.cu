@@ -1,13 +1,13 @@
 // replayssm::advance: cursors to step info, one thread a row. Contract: plugins/advance.py.
 //
-// Macros: TOKENS (T), WINDOW, CURSOR_WORDS.
+// Macros: WINDOW, CURSOR_WORDS. ``token_ids`` is not read: a TensorRT layer learns T from its shape.
 #include "step.cuh"
 
 constexpr int MODE_FLUSH = 1, MODE_ABSORB = 2;
 
 extern "C" __global__ void __launch_bounds__(128)
-    advance(const int* cursors, const int* slot_ids, const int* query_lens, const int* modes, int rows, int* step,
-            int* cursors_out) {
+    advance(const int* cursors, const int* slot_ids, const int* query_lens, const int* modes, const int* /*token_ids*/,
+            int rows, int tokens, int* step, int* cursors_out) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const int slot = slot_ids[row];
@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(128)
         const i64 at = i64(slot) * CURSOR_WORDS;
         const int committed = cursors[at], folded = cursors[at + 1], history = committed - folded, mode = modes[row];
         query_len = query_lens[row];
-        const bool absorb = mode == MODE_ABSORB || (TOKENS == 1 && history + 1 >= WINDOW);
-        const bool flush = mode == MODE_FLUSH || history + TOKENS > WINDOW;
+        const bool absorb = mode == MODE_ABSORB || (tokens == 1 && history + 1 >= WINDOW);
+        const bool flush = mode == MODE_FLUSH || history + tokens > WINDOW;
         const int fold_to = absorb ? committed + query_len : flush ? committed : folded;
         head = {slot, committed, folded, fold_to};
         cursors_out[at + 1] = fold_to;

@@ -14,10 +14,8 @@ BLOCK = 128
 
 
 def launch_record(attributes: AdvanceAttributes, rows: int, tokens: int) -> Launch:
-    # Only whether a row has one token or more matters at compile time beyond T itself, and T is small or a prefill chunk.
-    defines = (("TOKENS", tokens), ("WINDOW", attributes.window), ("CURSOR_WORDS", CURSOR_WORDS))
-    kernel = Kernel("advance.cu", "advance", BLOCK, defines)
-    return Launch(kernel, (-(-rows // BLOCK), 1, 1), (rows,))
+    kernel = Kernel("advance.cu", "advance", BLOCK, (("WINDOW", attributes.window), ("CURSOR_WORDS", CURSOR_WORDS)))
+    return Launch(kernel, (-(-rows // BLOCK), 1, 1), (rows, tokens))
 
 
 def advance(
@@ -25,10 +23,10 @@ def advance(
 ) -> Tensor:
     """See plugins/reference/advance.py."""
     step = torch.empty(len(slot_ids), STEP_WORDS, dtype=torch.int32, device=cursors.device)
-    inputs = (cursors, slot_ids, query_lens, modes)
+    inputs = (cursors, slot_ids, query_lens, modes, None)
     launch(launch_record(attributes, len(slot_ids), tokens), inputs, (step, cursors))
     return step
 
 
 def variants() -> list[Kernel]:
-    return [launch_record(AdvanceAttributes(window), 1, tokens).kernel for window in (16, 32) for tokens in (1, 4)]
+    return [launch_record(AdvanceAttributes(window), 1, 1).kernel for window in (16, 32)]
