@@ -37,7 +37,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Prints defaults, but not the ones that only mean that an option was not given."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 def add_replay_arguments(parser: argparse.ArgumentParser, overriding: bool = False) -> None:
     """The fields of ReplayConfig. Absent options mean its defaults, or when overriding, what is stored."""
     defaults = ReplayConfig()
-    group = parser.add_argument_group("ReplaySSM")
+    group = parser.add_argument_group("ReplaySSM", "By default what is stored with the model." if overriding else None)
 
     def add(name: str, default: Any, text: str, **kind: Any) -> None:
         group.add_argument(name, default=None if overriding else default, help=text, **kind)
