@@ -120,11 +120,14 @@ def run_ranks(world_size: int, target: Callable[[Any], int], argument: Any, devi
 def wait_for_all(processes: list[Any]) -> list[int | None]:
     """Exit codes when all ranks have ended, or a moment after the first has failed; None for those still running."""
     deadline = math.inf
-    while (alive := [process for process in processes if process.exitcode is None]) and time.monotonic() < deadline:
-        wait([process.sentinel for process in alive], None if deadline == math.inf else deadline - time.monotonic())
-        if deadline == math.inf and any(process.exitcode for process in processes):
-            deadline = time.monotonic() + GRACE_SECONDS
-    return [process.exitcode for process in processes]
+    while True:
+        exit_codes = [process.exitcode for process in processes]
+        if None not in exit_codes or time.monotonic() > deadline:
+            return exit_codes
+        if any(exit_codes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        alive = [process.sentinel for process, code in zip(processes, exit_codes) if code is None]
+        wait(alive, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
 
 
 def receive(reader: Connection) -> Report:

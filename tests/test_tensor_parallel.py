@@ -1,0 +1,228 @@
+"""Tensor parallelism: two ranks compute what one does, run from one command, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.errors import EngineError, UserError
+from trtllm_replayssm.plugins.cursors import RowMode
+from trtllm_replayssm.runtime.engine import BuildOptions, Engine
+from trtllm_replayssm.runtime.ranks import run_ranks
+from trtllm_replayssm.runtime.session import Session
+
+#: fp32 logits of standard deviation 1; sums over ranks are taken in another order.
+TOLERANCE = 1e-5
+OPTIONS = BuildOptions(max_batch_size=2, max_seq_len=128, max_num_tokens=256, replay_window=8, max_draft_len=3)
+#: Four heads share one key/value head, so with two ranks it is on both; the vocabulary is odd, so the head is padded.
+MODELS = {"untied": synthetic.decoder(), "tied": synthetic.decoder(tie_embeddings=True)}
+
+
+def run_session(folder: Path) -> dict[str, torch.Tensor]:
+    """Prefill, drafts of which some are rejected, decode, a snapshot: everything that touches state."""
+    session = Session(Engine.load(folder, device="cpu"), snapshot_slots=1)
+    for pool in session.pools.values():
+        pool.fill_(float("nan"))
+    ids = torch.randint(0, synthetic.VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(0))
+    found = {"prefill": session.step(ids[:, :11], modes=[RowMode.ABSORB] * 2)}
+    session.commit(0, [11, 11])
+    start = 11
+    for step, kept in enumerate((3, 1, 4, 2, 2)):
+        found[f"verify{step}"] = session.step(ids[:, start : start + 4])
+        session.commit(0, [kept, kept])
+        start += kept
+    found["decode"] = torch.cat([decode(session, ids[:1, start + i : start + i + 1]) for i in range(10)], 1)
+    session.materialise(0, 2, start + 10)
+    session.restore(1, session.save(2))
+    found["resumed"] = session.step(ids[:1, start + 10 : start + 13], first_slot=1)
+    return found
+
+
+def decode(session: Session, token: torch.Tensor) -> torch.Tensor:
+    logits = session.step(token)
+    session.commit(0, [1])
+    return logits
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: Path
+    result: Path
+
+
+def save_session(job: Job) -> int:
+    """Every rank saves what it found."""
+    save_file({k: v.contiguous() for k, v in run_session(job.folder).items()}, f"{job.result}.{dist.get_rank()}")
+    return 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
+    attention = next(layer for layer in MODELS[name].layers if isinstance(layer, Attention))
+    assert attention.num_kv_heads == 1
+    assert MODELS[name].padded_vocab(2) == synthetic.VOCAB_SIZE + 1
+    one = synthetic.write_engine(tmp_path / "one", MODELS[name], OPTIONS)
+    two = synthetic.write_engine(tmp_path / "two", MODELS[name], OPTIONS, tp_size=2)
+    assert run_ranks(2, save_session, Job(two, tmp_path / "found"), "cpu") == 0
+    expected, ranks = run_session(one), [load_file(tmp_path / f"found.{rank}") for rank in range(2)]
+    assert expected["decode"].std() > 0.5
+    for key, logits in expected.items():
+        assert logits.shape[-1] == synthetic.VOCAB_SIZE
+        torch.testing.assert_close(ranks[0][key], logits, rtol=0, atol=TOLERANCE)
+        assert torch.equal(ranks[0][key], ranks[1][key])
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """With text, for one rank and for two."""
+    folder = tmp_path_factory.mktemp("tp")
+    options = replace(OPTIONS, max_draft_len=0)
+    one = synthetic.write_engine(folder / "one", options=options, text=True)
+    return one, synthetic.write_engine(folder / "two", options=options, text=True, tp_size=2)
+
+
+def generate(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, *launcher, "-m", "trtllm_replayssm", "generate", "--engine_dir", str(folder), *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["command", "torchrun"])
+def test_generate_starts_its_ranks_and_one_of_them_speaks(
+    engines: tuple[Path, Path], tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "Hello"}\n{"input_ids": [5, 6, 7]}\n{"prompt": "A longer prompt of some length"}\n')
+    words = ["--input_file", str(rows), "--max_output_len", "12", "--temperature", "0.8", "--device", "cpu"]
+    logits = [str(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
+    one = generate(engines[0], *words, "--generation_logits_file", logits[0])
+    two = generate(engines[1], *words, "--generation_logits_file", logits[1], launcher=launcher)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == one.stdout
+    assert len(two.stdout.splitlines()) == 3
+    assert two.stderr.count("tokens/s") == 1
+    expected, found = map(load_file, logits)
+    for row, tensor in expected.items():
+        torch.testing.assert_close(found[row], tensor, rtol=0, atol=TOLERANCE)
+        assert torch.isinf(found[row][:, synthetic.TEXT_TOKENS :]).all()
+
+
+def test_generate_streams_from_one_rank(engines: tuple[Path, Path]) -> None:
+    words = ("--input_text", "Hello", "--max_output_len", "8", "--device", "cpu")
+    one, two = (generate(engine, *words) for engine in engines)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == one.stdout != ""
+
+
+def test_user_errors_of_ranks_are_said_once(engines: tuple[Path, Path]) -> None:
+    done = generate(engines[1], "--input_text", "Hello", "--top_k", "-3", "--device", "cpu")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: top_k is -3; it must be an integer, 0 or more"]
+    assert done.stdout == ""
+
+
+# ---- ranks that are lost ---------------------------------------------------------------------------------------------
+
+
+def note_pid(folder: Path) -> None:
+    (folder / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+
+
+def kill_rank_one(folder: Path) -> int:
+    """Rank 1 is killed while rank 0 waits for it."""
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def fail_on_rank_one(folder: Path) -> int:
+    """Rank 1 fails by a fault of the program while rank 0 waits for ever."""
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("no such luck")
+    time.sleep(1000)
+    return 0
+
+
+def refuse_on_both(folder: Path) -> int:
+    raise UserError("the sentence", "the hint")
+
+
+def leave_quietly(folder: Path) -> int:
+    os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        (kill_rank_one, r"^rank 1 was ended by SIGKILL; all ranks were stopped$"),
+        (fail_on_rank_one, r"^rank 1: ZeroDivisionError: no such luck$"),
+        (refuse_on_both, r"^the sentence$"),
+        (leave_quietly, r"^rank \d ended with status 7; all ranks were stopped$"),
+    ],
+)
+def test_a_lost_rank_ends_all_with_one_sentence(tmp_path: Path, target: Any, match: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=match):
+        run_ranks(2, target, tmp_path, "cpu")
+    assert time.monotonic() - begun < 60
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_killing_a_rank_of_the_command_ends_it(engines: tuple[Path, Path], tmp_path: Path) -> None:
+    """From outside, in the middle of the work."""
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"input_ids": [5]}\n' * 400)
+    words = ["generate", "--engine_dir", str(engines[1]), "--input_file", str(rows), "--max_output_len", "100"]
+    line = [sys.executable, "-m", "trtllm_replayssm", *words, "--end_id", "-1", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*line, "--output_file", str(tmp_path / "out.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    ranks = wait_for_ranks(process.pid)
+    time.sleep(3)
+    os.kill(ranks[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    assert [line for line in err.splitlines() if "SIGKILL" in line] == err.splitlines()[-1:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def wait_for_ranks(parent: int) -> list[int]:
+    """Process ids of the two ranks that ``parent`` starts."""
+    psutil = pytest.importorskip("psutil")
+    for _ in range(300):
+        ranks = [c.pid for c in psutil.Process(parent).children() if "spawn_main" in " ".join(c.cmdline())]
+        if len(ranks) == 2:
+            return ranks
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+def test_engine_config_says_how_many_ranks(engines: tuple[Path, Path]) -> None:
+    data = json.loads((engines[1] / "config.json").read_text())
+    assert data["pretrained_config"]["mapping"] == {"world_size": 2, "tp_size": 2, "pp_size": 1}
+    assert len(data["replayssm"]["rank_bytes"]) == 2
