@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from timing import Timer
+from timing import Timer, launches_for
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS
 from trtllm_replayssm.plugins.device import mamba2 as device
@@ -54,12 +55,16 @@ class Case:
 
 
 class Run:
-    """The tensors of a case and its captured step; ``plan`` sets what the step finds."""
+    """Captured steps of a case, each on tensors of its own; all find the same plan, which ``time`` sets."""
 
     def __init__(self, case: Case, timer: Timer, heads: int | None) -> None:
-        self.case, self.timer = case, timer
-        a, b = case.attributes, case.batch
-        act = torch.bfloat16
+        self.case = case
+        self.step = torch.zeros(case.batch, STEP_WORDS, dtype=torch.int32, device="cuda")
+        layers = launches_for(case.floor_bytes(0, False))
+        self.measure = timer.captured([self.layer(heads) for _ in range(layers)])
+
+    def layer(self, heads: int | None) -> Callable[[], None]:
+        case, a, b, act = self.case, self.case.attributes, self.case.batch, torch.bfloat16
         pools = {name: pool.allocate(b, "cuda") for name, pool in a.pools(act, case.state, act).items()}
         for name, pool in pools.items():
             pool.uniform_(0.01, 0.2) if name == "ring_dt" else pool.normal_()
@@ -68,16 +73,13 @@ class Run:
         dt = torch.randn(b, case.tokens, a.num_heads, dtype=act, device="cuda") - 3
         A_log, dt_bias, D = (torch.rand(a.num_heads, device="cuda") for _ in range(3))
         y = torch.empty(b, case.tokens, a.num_heads * a.head_dim, dtype=act, device="cuda")
-        self.step = torch.zeros(b, STEP_WORDS, dtype=torch.int32, device="cuda")
         bound = tuple(pools.values())
         strides = (xbc.stride(1), dt.stride(1), *map(slot_stride, bound))
         record = device.launch_record(a, act, case.state, act, b, case.tokens, strides)
         if heads is not None:
-            grid = (a.num_heads // heads, b, 1)
-            record = type(record)(record.kernel, grid, (*record.integers[:-1], heads))
-        self.replay = timer.replayed(
-            lambda: launch(record, (xbc, dt, A_log, dt_bias, D, self.step, *bound), (y, *bound))
-        )
+            record = replace(record, grid=(a.num_heads // heads, b, 1), integers=(*record.integers[:-1], heads))
+        inputs, outputs = (xbc, dt, A_log, dt_bias, D, self.step, *bound), (y, *bound)
+        return lambda: launch(record, inputs, outputs)
 
     def time(self, histories: list[int], folds: list[bool]) -> float:
         tokens, rows = self.case.tokens, self.case.batch
@@ -89,7 +91,7 @@ class Run:
                 [row, committed, BASE, (committed + (tokens == 1)) if fold else BASE, tokens], dtype=torch.int32
             )
         self.step.copy_(plan)
-        return self.timer.microseconds(self.replay)
+        return self.measure()
 
 
 def measure(case: Case, timer: Timer, bandwidth: float, heads: int | None) -> dict[str, object]:

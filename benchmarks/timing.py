@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 #: Bytes written between two measurements to empty the L2 cache; several times any present one.
 FLUSH_BYTES = 256 << 20
+#: Bytes that the launches of one graph should touch together, and how many they may be.
+ROTATED_BYTES, MOST_LAUNCHES = 320 << 20, 96
 #: Clock cycles the device waits before a measurement, so that the host has queued it whole.
 HEAD_START_CYCLES = 150_000
+
+
+def launches_for(bytes_each: int) -> int:
+    """How many launches on different tensors to capture when one touches ``bytes_each``."""
+    return max(4, min(MOST_LAUNCHES, -(-ROTATED_BYTES // bytes_each)))
 
 
 class Timer:
@@ -20,17 +27,22 @@ class Timer:
         self.repeats = repeats
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def replayed(self, function: Callable[[], object]) -> Callable[[], None]:
-        """``function`` captured in a CUDA graph, after a warm-up run that compiles what it needs."""
+    def captured(self, launches: Sequence[Callable[[], object]]) -> Callable[[], float]:
+        """A function that times ``launches``, captured one behind the other in a CUDA graph: microseconds a launch.
+
+        They should be the same work on different tensors, together several times the L2 cache, as the layers of a model
+        are: then each finds a cold cache, and the cost of starting and timing a graph is shared.
+        """
         torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            function()
+            launches[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            function()
-        return graph.replay
+            for launch in launches:
+                launch()
+        return lambda: self.microseconds(graph.replay) / len(launches)
 
     def microseconds(self, run: Callable[[], object]) -> float:
         """Median device time of ``run`` with a cold L2."""

@@ -2,91 +2,133 @@
 #pragma once
 #include "mamba2_replay.cuh"
 
-// S0 C of a head, accumulated chunk by chunk: tile n holds state rows g and g + 8, tokens 8 n + 2 t and 8 n + 2 t + 1.
-// Two accumulators a tile halve the chain of dependent instructions.
+// A head's outputs as they form: tile q holds tokens g and g + 8, channels 4 t + 2 q and 4 t + 2 q + 1 of the warp's 16. The
+// state and x are the second operands: a lane's adjacent elements are one, without moving a register.
+struct Outputs {
+    Accumulator v[2];
+};
+
+// S0 C of a head, accumulated chunk by chunk. The two parts of a float32 state have accumulators of their own, which halves
+// the chain of dependent instructions.
 struct StateProducts {
-    Accumulator v[TOKEN_TILES][2];
+    static constexpr int PARTS = WIDE_STATE ? 2 : 1;
+    Accumulator v[2][PARTS];
 
     __device__ __forceinline__ void add(const Chunk& s, const TokenC& c, int chunk) {
 #pragma unroll
-        for (int k = 0; k < BLOCKS_A_CHUNK; ++k)
+        for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
+            const Pairs low = c.v[0][chunk * BLOCKS_A_CHUNK + k];
+            const Pairs high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][chunk * BLOCKS_A_CHUNK + k] : Pairs{0, 0, 0, 0};
+            if constexpr (same_type<STATE, ACT>::value)
+                add_as_stored(s.v[k], low, high);
+            else
+                add_as_float(s.v[k], low, high);
+        }
+    }
+    __device__ __forceinline__ Outputs sum() const {
+        Outputs out;
 #pragma unroll
-            for (int n = 0; n < TOKEN_TILES; ++n) add_block(v[n], s.v[k], c.v[n][chunk * BLOCKS_A_CHUNK + k]);
+        for (int q = 0; q < 2; ++q)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out.v[q].v[i] = v[q][0].v[i] + (PARTS > 1 ? v[q][PARTS - 1].v[i] : 0.0f);
+        return out;
     }
 
 private:
-    static __device__ __forceinline__ void add_block(Accumulator (&out)[2], const StatePairs<STATE> (&s)[2], const Pairs& c) {
-        if constexpr (same_type<STATE, ACT>::value) {
+    __device__ __forceinline__ void add_as_stored(const StatePairs<STATE> (&s)[2], const Pairs& low, const Pairs& high) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u32 a[4] = {s[0].v[2 * half], s[1].v[2 * half], s[0].v[2 * half + 1], s[1].v[2 * half + 1]};
-                mma_16bit<ACT>(out[half], a, c.v[2 * half], c.v[2 * half + 1]);
-            }
-        } else {
+        for (int half = 0; half < 2; ++half) {
+            const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const float a[4] = {s[0].get(m, 0), s[1].get(m, 0), s[0].get(m, 1), s[1].get(m, 1)};
-                const float first = half_to_float<ACT>(c.v[m], false), second = half_to_float<ACT>(c.v[m], true);
+            for (int q = 0; q < 2; ++q) mma_16bit<ACT>(v[q][0], a, s[q].v[2 * half], s[q].v[2 * half + 1]);
+        }
+    }
+    __device__ __forceinline__ void add_as_float(const StatePairs<STATE> (&s)[2], const Pairs& low, const Pairs& high) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const float a[4] = {half_to_float<ACT>(low.v[m], false), half_to_float<ACT>(high.v[m], false),
+                                half_to_float<ACT>(low.v[m], true), half_to_float<ACT>(high.v[m], true)};
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const float first = s[q].get(m, 0), second = s[q].get(m, 1);
+                mma_tf32(v[q][0], a, first, second);
                 if constexpr (WIDE_STATE)
-                    mma_split_a(out[m & 1], a, first, second);
-                else
-                    mma_tf32(out[m & 1], a, first, second);
+                    mma_tf32(v[q][PARTS - 1], a, first - tf32_part(first), second - tf32_part(second));
             }
         }
     }
 };
 
-__device__ __forceinline__ void read_out(const StateProducts& s, const GroupProducts& bc, const HeadInputs& in,
-                                         const Decays& decays, const Sequence& seq, int lane, ACT* y) {
-    const int g = lane / 4, t = lane % 4, tokens = seq.length - seq.history;
-    Accumulator out[TOKEN_TILES];
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const float decay = decays.decay(0.0f, decays.sum_at(seq.history + 8 * n + 2 * t + e));
-            out[n].v[e] = decay * (s.v[n][0].v[e] + s.v[n][1].v[e]);
-            out[n].v[2 + e] = decay * (s.v[n][0].v[2 + e] + s.v[n][1].v[2 + e]);
-        }
-    float sum_i[TOKEN_TILES];
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) sum_i[n] = decays.sum_at(seq.history + 8 * n + g);
+// Adds sum_j M_ij x_j; `weight(n, b, s, e)` is M of token 8 n + g and entry 16 b + 8 s + 2 t + e but for B_j . C_i.
+template <typename Weight>
+__device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Sequence& seq,
+                                            float D, int lane, Weight weight) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int b = 0; b < ENTRY_BLOCKS; ++b) {
         if (16 * b >= seq.length) continue;
         const TransposedX x(in.x[b]);
 #pragma unroll
-        for (int s8 = 0; s8 < 2; ++s8) {
-            float a[4], sum_j[2], dt_j[2];
-            x.operand(a, s8, 1.0f, 1.0f);
-            const int j0 = 16 * b + 8 * s8 + 2 * t;
+        for (int s = 0; s < 2; ++s) {
+            if (16 * b + 8 * s >= seq.length) continue;
+            float m[4] = {};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                sum_j[e] = __shfl_sync(~0u, decays.sum[b / 2], (j0 + e) & 31);
-                dt_j[e] = __shfl_sync(~0u, decays.dt[b / 2], (j0 + e) & 31);
-            }
-#pragma unroll
-            for (int n = 0; n < TOKEN_TILES; ++n) {
-                const int i = 8 * n + g, entry = seq.history + i;
-                float m[2];
+            for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float product = bc.v[2 * b + s8].v[2 * n + e];
-                    m[e] = decays.decay(sum_j[e], sum_i[n]) * dt_j[e] * product + (j0 + e == entry ? in.D : 0.0f);
-                    if (j0 + e > entry || i >= tokens) m[e] = 0.0f;
+                    const int entry = seq.history + 8 * n + g, j = 16 * b + 8 * s + 2 * t + e;
+                    float value = weight(n, b, s, e) * bc.v[2 * b + s].v[2 * n + e];
+                    if (j == entry) value += D;
+                    m[n + 2 * e] = j > entry || entry >= seq.length ? 0.0f : value;
                 }
-                mma_split_b(out[n], a, m[0], m[1]);
-            }
+#pragma unroll
+            for (int q = 0; q < 2; ++q)
+                mma_split_a(out.v[q], m, half_to_float<ACT>(x.part[s][q], false), half_to_float<ACT>(x.part[s][q], true));
         }
     }
+}
+
+// One token: its weights are those of the lanes.
+__device__ __forceinline__ void finish_one(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+                                           const Sequence& seq, float D, int lane) {
+    const Weights weights(decays, seq.length, lane);
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n)
+    for (int q = 0; q < 2; ++q) out.v[q].v[0] *= weights.decay, out.v[q].v[1] *= weights.decay;
+    add_entries(out, bc, in, seq, D, lane,
+                [&](int, int b, int s, int e) { return weights.at(b, 16 * b + 8 * s + 2 * (lane % 4) + e); });
+}
+
+__device__ __forceinline__ void finish_many(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+                                            const Sequence& seq, float D, int lane) {
+    float sum_i[TOKEN_TILES];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int i = 8 * n + 2 * t + e;
-            if (i >= TOKENS) continue;
-            ACT* to = y + i * INNER + state_row(g);
-            to[0] = from_float<ACT>(i < tokens ? out[n].v[e] : 0.0f);
-            to[2] = from_float<ACT>(i < tokens ? out[n].v[2 + e] : 0.0f);
-        }
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        sum_i[n] = decays.sum_at(seq.history + 8 * n + lane / 4);
+        const float decay = decays.decay(0.0f, sum_i[n]);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) out.v[q].v[2 * n] *= decay, out.v[q].v[2 * n + 1] *= decay;
+    }
+    add_entries(out, bc, in, seq, D, lane, [&](int n, int b, int s, int e) {
+        const int j = (16 * b + 8 * s + 2 * (lane % 4) + e) & 31;
+        return decays.decay(__shfl_sync(~0u, decays.sum[b / 2], j), sum_i[n]) * __shfl_sync(~0u, decays.dt[b / 2], j);
+    });
+}
+
+// `y` is at token g, channel 4 t of the warp's 16.
+__device__ __forceinline__ void read_out(const StateProducts& s, const GroupProducts& bc, const HeadInputs& in,
+                                         const Decays& decays, const Sequence& seq, float D, int lane, ACT* y) {
+    Outputs out = s.sum();
+    if constexpr (TOKENS == 1)
+        finish_one(out, bc, in, decays, seq, D, lane);
+    else
+        finish_many(out, bc, in, decays, seq, D, lane);
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        const int i = 8 * n + lane / 4;
+        if (i >= TOKENS) continue;
+        uint2 channels = {pack_pair<ACT>(out.v[0].v[2 * n], out.v[0].v[2 * n + 1]),
+                          pack_pair<ACT>(out.v[1].v[2 * n], out.v[1].v[2 * n + 1])};
+        if (seq.history + i >= seq.length) channels = {0, 0};
+        *reinterpret_cast<uint2*>(y + 8 * n * INNER) = channels;
+    }
 }

@@ -19,12 +19,14 @@ struct GroupProducts {
 struct TokenC {
     Pairs v[TOKEN_TILES][BLOCKS];
 
-    __device__ __forceinline__ void load(const Sequence& seq, int group, int lane) {
+    __device__ __forceinline__ void load(const Sequence& seq, int group, int tokens, int lane) {
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; ++n) {
-            const ACT* row = seq.c(8 * n + lane / 4, group);
+            const int i = 8 * n + lane / 4;
+            const ACT* row = seq.c(i < tokens ? i : 0, group);
 #pragma unroll
-            for (int k = 0; k < BLOCKS; ++k) v[n][k] = load_pairs_or_zero(row, k, lane % 4);
+            for (int k = 0; k < BLOCKS; ++k)
+                v[n][k] = i < tokens ? load_pairs<WIDE_STATE>(row, k, lane % 4) : Pairs{0, 0, 0, 0};
         }
     }
     // Keeps the compiler from widening C once and for all, which would cost two registers for each of these.
@@ -47,10 +49,10 @@ __device__ __forceinline__ void group_products(GroupProducts& out, const Sequenc
         out.v[n] = {};
         if (8 * n >= seq.length) continue;
         const int j = 8 * n + g;
-        const ACT* row = seq.b(j, group);
+        const ACT* row = seq.b(seq.existing(j), group);
         Pairs b[BLOCKS];
 #pragma unroll
-        for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs_or_zero(row, k, t);
+        for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs<WIDE_STATE>(row, k, t);
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
@@ -59,7 +61,7 @@ __device__ __forceinline__ void group_products(GroupProducts& out, const Sequenc
                 const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
                 mma_16bit<ACT>(out.v[n], a, b[k].v[2 * half], b[k].v[2 * half + 1]);
             }
-        if (append && row && seq.is_token(j)) {
+        if (append && seq.is_token(j) && j < seq.length) {
             ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
 #pragma unroll
             for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
@@ -67,23 +69,23 @@ __device__ __forceinline__ void group_products(GroupProducts& out, const Sequenc
     }
 }
 
-// A head's time steps and their prefix sums; lane l holds entries l + 32 b.
+// A head's time steps and their prefix sums; lane l holds entries l + 32 b. Entries that do not exist have dt = 0.
 struct Decays {
     float dt[ENTRY_LANES], sum[ENTRY_LANES];
-    float rate;  // log2(e) A: 2^(rate * sum) decays from the checkpoint to an entry
+    float rate;
 
-    __device__ __forceinline__ void compute(const HeadInputs& in, const Sequence& seq, int lane) {
-        rate = -LOG2_E * expf(in.A_log);
+    __device__ __forceinline__ Decays(const HeadInputs& in, const TokenSteps& steps, float head_rate, int head_of_block,
+                                      const Sequence& seq, int lane)
+        : rate(head_rate) {
         float carried = 0.0f;
 #pragma unroll
         for (int b = 0; b < ENTRY_LANES; ++b) {
-            const int j = lane + 32 * b;
-            dt[b] = in.dt[b];
-            if (j >= seq.history && j < seq.length)
-                dt[b] = fminf(fmaxf(softplus(in.dt[b] + in.dt_bias), DT_MIN), DT_MAX);
+            const int j = lane + 32 * b, i = j - seq.history;
+            const float step = steps.get(head_of_block * TOKENS + min(max(i, 0), TOKENS - 1));
+            dt[b] = i < 0 ? in.dt[b] : j < seq.length ? step : 0.0f;
             float s = dt[b];
 #pragma unroll
-            for (int offset = 1; offset < 32; offset <<= 1) {
+            for (int offset = 1; offset < (ENTRIES < 32 ? ENTRIES : 32); offset <<= 1) {
                 const float before = __shfl_up_sync(~0u, s, offset);
                 if (lane >= offset) s += before;
             }
@@ -91,7 +93,7 @@ struct Decays {
             if (b + 1 < ENTRY_LANES) carried = __shfl_sync(~0u, sum[b], 31);
         }
     }
-    // Prefix sum at an entry that lanes may choose freely; entries outside the sequence give a value nobody uses.
+    // Prefix sum at an entry that lanes may choose freely.
     __device__ __forceinline__ float sum_at(int j) const {
         float found = __shfl_sync(~0u, sum[0], j & 31);
 #pragma unroll
@@ -102,6 +104,22 @@ struct Decays {
         return found;
     }
     __device__ __forceinline__ float decay(float from, float to) const { return exp2f(rate * (to - from)); }
+};
+
+// exp(c_e - c_j) dt_j of all entries j before `count`, seen from entry e = count - 1; lane l holds j = l + 32 b.
+struct Weights {
+    float v[ENTRY_LANES];
+    float decay;  // exp(c_e)
+
+    __device__ __forceinline__ Weights(const Decays& decays, int count, int lane) {
+        const float last = decays.sum_at(count - 1);
+        decay = decays.decay(0.0f, last);
+#pragma unroll
+        for (int b = 0; b < ENTRY_LANES; ++b)
+            v[b] = lane + 32 * b < count ? decays.decay(decays.sum[b], last) * decays.dt[b] : 0.0f;
+    }
+    // Of entry j in block b of 16.
+    __device__ __forceinline__ float at(int b, int j) const { return __shfl_sync(~0u, v[b / 2], j & 31); }
 };
 
 // x of 16 entries, transposed: part[s][half] holds state rows g (half 0) or g + 8, entries 16 b + 8 s + 2t and ... + 1.

@@ -6,6 +6,8 @@
 
 constexpr int INNER = HEADS * HEAD_DIM;
 constexpr int HEADS_A_GROUP = HEADS / GROUPS;
+// Heads of a group that a block may take; their scalars are spread over the lanes of a warp.
+constexpr int HEADS_A_BLOCK = HEADS_A_GROUP < 32 ? HEADS_A_GROUP : 32;
 constexpr int WARPS = HEAD_DIM / 16;
 constexpr bool WIDE_STATE = sizeof(STATE) == 4;
 
@@ -14,6 +16,7 @@ constexpr int BLOCKS = STATE_SIZE / 32;
 constexpr int CHUNK_LIMIT = WIDE_STATE ? 2 : 4;
 constexpr int BLOCKS_A_CHUNK = BLOCKS < CHUNK_LIMIT ? BLOCKS : CHUNK_LIMIT;
 constexpr int CHUNKS = BLOCKS / BLOCKS_A_CHUNK;
+constexpr int CHUNK_COLUMNS = 32 * BLOCKS_A_CHUNK, HEAD_SIZE = HEAD_DIM * STATE_SIZE;
 
 // Tiles of 8 tokens; blocks of 16 sequence entries; registers that hold one value for each entry, lane by lane.
 constexpr int TOKEN_TILES = (TOKENS + 7) / 8;

@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
     const int lane = threadIdx.x % 32, p0 = 16 * (threadIdx.x / 32), g = lane / 4, t = lane % 4;
     const int first = blockIdx.x * heads_per_block, last = first + heads_per_block, group = first / HEADS_A_GROUP;
     const Row row = load_row(step, blockIdx.y, TOKENS);
-    y += i64(blockIdx.y) * TOKENS * INNER;
     if (row.slot < 0) {
+        y += i64(blockIdx.y) * TOKENS * INNER;
         for (int at = threadIdx.x; at < TOKENS * heads_per_block * HEAD_DIM; at += 32 * WARPS) {
             const int width = heads_per_block * HEAD_DIM;
             y[at / width * INNER + first * HEAD_DIM + at % width] = from_float<ACT>(0.0f);
@@ -26,51 +26,62 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
     }
     const i64 token = i64(blockIdx.y) * TOKENS;
     Sequence seq = {row,
+                          int(row.slot),
                           row.history(),
                           row.history() + row.tokens,
                           {xbc + token * xbc_stride, dt + token * dt_stride, A_log, dt_bias, D, state + row.slot * state_stride,
                            ring_x + row.slot * ring_x_stride, ring_b + row.slot * ring_b_stride,
                            ring_dt + row.slot * ring_dt_stride, xbc_stride, dt_stride}};
-    ring_x_out += row.slot * ring_x_stride;
-    ring_b_out += row.slot * ring_b_stride;
-    ring_dt_out += row.slot * ring_dt_stride;
     const bool appends = !row.absorbs(), has_checkpoint = row.folded > 0;
-    const int entries = row.fold_entries();
-    const i64 lane_row = i64(p0 + state_row(g)) * STATE_SIZE, head_size = HEAD_DIM * STATE_SIZE;
-    const STATE* rows = seq.in.state + lane_row;
-    STATE* rows_out = state_out + row.slot * state_stride + lane_row;
+    const int entries = row.fold_entries(), tokens = row.tokens;
+    const int lane_row = (p0 + state_row(g)) * STATE_SIZE;
+    const STATE* rows = seq.in.state + first * HEAD_SIZE + lane_row;
 
+    // Without a checkpoint the chunk stays zero: nothing is ever loaded into it.
     Chunk state_rows;
+    state_rows.clear();
+    if (has_checkpoint) state_rows.load(rows, t);
+    HeadCursor cursor(seq, first, p0, lane);
     HeadInputs in;
-    state_rows.load(rows + first * head_size, 0, t, has_checkpoint);
-    in.load(seq, first, p0, lane);
+    cursor.take(in, seq, lane);
     TokenC c;
-    c.load(seq, group, lane);
+    c.load(seq, group, tokens, lane);
+    HeadScalars scalars;
+    scalars.load(seq.in, first, heads_per_block, lane);
+    TokenSteps steps;
+    steps.load(seq.in, first, heads_per_block, tokens, lane);
     GroupProducts bc;
-    group_products(bc, seq, c, group, lane, appends && p0 == 0 && first % HEADS_A_GROUP == 0, ring_b_out);
+    group_products(bc, seq, c, group, lane, appends && p0 == 0 && first % HEADS_A_GROUP == 0,
+                   ring_b_out + row.slot * ring_b_stride);
 
     for (int head = first; head < last; ++head) {
-        Decays decays;
-        decays.compute(in, seq, lane);
+        const Decays decays(in, steps, __shfl_sync(~0u, scalars.rate, head - first), head - first, seq, lane);
         StateProducts products = {};
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             c.keep();
+            state_rows.keep();
             products.add(state_rows, c, chunk);
             if (row.folds()) {
                 seq.forget_addresses();
-                const Updates updates(in, decays, entries, lane);
-                fold(state_rows, updates, seq, group, entries, chunk, lane, rows_out + head * head_size);
+                Updates updates(in, decays, seq, group, entries, lane);
+                fold(state_rows, updates, seq, entries, chunk, lane,
+                     state_out + i64(seq.slot) * state_stride + head * HEAD_SIZE + lane_row + chunk * CHUNK_COLUMNS);
+                // C's registers served the sums.
+                c.load(seq, group, tokens, lane);
             }
-            if (chunk + 1 < CHUNKS)
-                state_rows.load(rows + head * head_size, chunk + 1, t, has_checkpoint);
-            else if (head + 1 < last)
-                state_rows.load(rows + (head + 1) * head_size, 0, t, has_checkpoint);
+            if (chunk + 1 == CHUNKS) rows += HEAD_SIZE;
+            if (has_checkpoint && (chunk + 1 < CHUNKS || head + 1 < last))
+                state_rows.load(rows + (chunk + 1) % CHUNKS * CHUNK_COLUMNS, t);
         }
-        seq.forget_addresses();
         const HeadInputs current = in;
-        if (head + 1 < last) in.load(seq, head + 1, p0, lane);
-        if (appends) append(current, decays, seq, head, p0, lane, p0 == 0, ring_x_out, ring_dt_out);
-        read_out(products, bc, current, decays, seq, lane, y + head * HEAD_DIM + p0);
+        seq.forget_addresses();
+        if (head + 1 < last) cursor.take(in, seq, lane);
+        if (appends)
+            append(current, decays, seq, p0, lane, p0 == 0,
+                   ring_x_out + i64(seq.slot) * ring_x_stride + head * (RING_ROWS * HEAD_DIM),
+                   ring_dt_out + i64(seq.slot) * ring_dt_stride + head * RING_ROWS);
+        read_out(products, bc, current, decays, seq, __shfl_sync(~0u, scalars.D, head - first), lane,
+                 y + (i64(blockIdx.y) * TOKENS + g) * INNER + head * HEAD_DIM + p0 + 4 * t);
     }
 }

@@ -50,13 +50,6 @@ __device__ __forceinline__ void mma_split_a(Accumulator& d, const float (&a)[4],
     mma_tf32(d, low, b0, b1);
 }
 
-// d += a b for float32 a and b, a exact in tf32.
-__device__ __forceinline__ void mma_split_b(Accumulator& d, const float (&a)[4], float b0, float b1) {
-    const float high0 = tf32_part(b0), high1 = tf32_part(b1);
-    mma_tf32(d, a, high0, high1);
-    mma_tf32(d, a, b0 - high0, b1 - high1);
-}
-
 // Transposes the 8 x 8 matrix of 16-bit elements of which a lane holds row g, columns 2t and 2t + 1.
 __device__ __forceinline__ u32 transpose_8x8(u32 pair) {
     u32 out;

@@ -27,6 +27,13 @@ __device__ __forceinline__ Pairs load_pairs(const void* row, int block, int t) {
     return out;
 }
 
+// Pairs 2 half and 2 half + 1 of them.
+template <bool WIDE>
+__device__ __forceinline__ uint2 load_two_pairs(const void* row, int block, int half, int t) {
+    const u16* at = static_cast<const u16*>(row) + 32 * block + (WIDE ? 16 * half + 4 * t : 8 * t + 4 * half);
+    return *reinterpret_cast<const uint2*>(at);
+}
+
 template <bool WIDE>
 __device__ __forceinline__ void store_pairs(void* row, int block, int t, const Pairs& pairs) {
     if constexpr (WIDE) {
@@ -39,10 +46,18 @@ __device__ __forceinline__ void store_pairs(void* row, int block, int t, const P
     }
 }
 
-// 16 bytes that this step reads once: they need not stay in any cache.
+// 16 bytes that this step reads once: they need not stay in any cache. A warp reads a row in pieces of 64 bytes; the L2 cache
+// is told to fetch 256 at once.
 __device__ __forceinline__ uint4 load_streaming(const void* at) {
     uint4 v;
-    asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    asm volatile("ld.global.cs.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+// 8 bytes of a line whose other bytes other warps read at the same time.
+__device__ __forceinline__ uint2 load_8_bytes(const void* at) {
+    uint2 v;
+    asm volatile("ld.global.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
     return v;
 }
 
@@ -63,15 +78,22 @@ struct StatePairs {
             v[4 * part] = word.x, v[4 * part + 1] = word.y, v[4 * part + 2] = word.z, v[4 * part + 3] = word.w;
         }
     }
-    __device__ __forceinline__ void store(T* row, int block, int t) const {
-#pragma unroll
-        for (int part = 0; part < WORDS / 4; ++part)
-            store_streaming(row + 32 * block + (WORDS == 8 ? 16 * part + 4 * t : 8 * t),
-                            {v[4 * part], v[4 * part + 1], v[4 * part + 2], v[4 * part + 3]});
+    // Stores pairs 2 half and 2 half + 1 as far as they complete 16 bytes: those of a 2-byte state wait for half 1.
+    __device__ __forceinline__ void store_half(T* row, int block, int half, int t) const {
+        if constexpr (WORDS == 8)
+            store_streaming(row + 32 * block + 16 * half + 4 * t,
+                            {v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]});
+        else if (half == 1)
+            store_streaming(row + 32 * block + 8 * t, {v[0], v[1], v[2], v[3]});
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) v[i] = 0;
+    }
+    // Makes the values opaque to the compiler here, at no cost.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(v[i]));
     }
     // Element e (0 or 1) of pair m.
     __device__ __forceinline__ float get(int m, int e) const {

@@ -18,7 +18,7 @@ NO_CLAMP = "3.4028235e38f"
 #: Warps a multiprocessor should hold; registers are divided by this. Measured best on H200.
 WARPS_AN_SM = {1: 16, 8: 12, MAX_VERIFY_TOKENS: 8}
 #: Warps a device should be given before a block takes more than one head.
-WARPS_WANTED = 6 * 132 * 16
+WARPS_WANTED = 16384
 
 
 def uses_step_kernel(a: Mamba2Attributes, activation: torch.dtype, ring: torch.dtype, tokens: int) -> bool:
@@ -66,7 +66,7 @@ def heads_per_block(a: Mamba2Attributes, rows: int) -> int:
     """Heads of one group that a block takes: as many as leave the device enough warps, for they share the ring's B."""
     in_group = a.num_heads // a.n_groups
     warps = rows * a.num_heads * a.head_dim // 16
-    return max(n for n in range(1, in_group + 1) if in_group % n == 0 and (n == 1 or warps // n >= WARPS_WANTED))
+    return max(n for n in range(1, min(in_group, 32) + 1) if in_group % n == 0 and (n == 1 or warps // n >= WARPS_WANTED))
 
 
 def mamba2(

@@ -22,7 +22,9 @@ HIDDEN_MACROS = {"DT_MIN", "DT_MAX", "RING_ROWS", "CURSOR_WORDS", "CONV_ROWS", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_90a", help="architecture to compile for, such as sm_90a, sm_100a or sm_103a")
+    parser.add_argument(
+        "--arch", default="sm_90a", help="architecture to compile for, such as sm_90a, sm_100a or sm_103a"
+    )
     parser.add_argument("--only", metavar="TEXT", help="only kernels whose name contains TEXT")
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once")
     parser.add_argument("--json", action="store_true", help="print one JSON array, sizes in bytes")
@@ -34,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print_line(json.dumps([as_dict(r) for r in reports], indent=2))
     else:
         print_table(
+            f"CUDA kernels for {args.arch}",
             ["kernel", "variant", "threads", "registers", "spills", "shared", "in flight / SM", "occupancy"],
             [row(r) for r in reports],
         )
