@@ -65,8 +65,8 @@ struct Read {
     ReadInputs& in;
     const int warp, lane, history, tokens;
 
-    __device__ Read(const Tensors& tensors, const Work& work, ReadShared& memory)
-        : t(tensors), w(work), shared(memory), in(memory.in), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+    __device__ Read(const Work& work, ReadShared& memory)
+        : t(work.t), w(work), shared(memory), in(memory.in), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
           history(work.row.history()), tokens(work.row.tokens) {}
 
     // ---- requests ------------------------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ struct Read {
     }
 };
 
-__device__ __forceinline__ void read_step(const Tensors& t, const Work& w, ReadShared& shared) {
-    Read read(t, w, shared);
+__device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
+    Read read(w, shared);
     read.request();
     float x[CHAINS][LANE_COLS];
     read.load_queries(x);
