@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,9 +87,18 @@ class HybridDecoder:
         for i, layer in enumerate(self.layers):
             yield f"transformer.layers.{i}.{layer.kind}", layer
 
+    def named_mtp_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Branches of the MTP head with the prefix of their weights and pools; none without one."""
+        for i, layer in enumerate(() if self.mtp is None else self.mtp.layers):
+            yield f"mtp.layers.{i}.{layer.kind}", layer
+
     def pools(self, options: StateOptions) -> dict[str, Pool]:
-        """Every state tensor of one rank (call on a divided decoder), by name."""
-        return {f"{name}.{p}": pool for name, layer in self.named_layers() for p, pool in layer.pools(options).items()}
+        """Every state tensor that a step of one rank needs (call on a divided decoder), by name."""
+        return layer_pools(self.named_layers(), options)
+
+    def mtp_pools(self, options: StateOptions) -> dict[str, Pool]:
+        """State tensors of the MTP head; none where the engine takes no drafts."""
+        return layer_pools(self.named_mtp_layers(), options) if options.replay.max_draft_len else {}
 
     # ---- computation -------------------------------------------------------------------------------------------------
 
@@ -98,18 +107,45 @@ class HybridDecoder:
 
         token_ids: int32 ``[rows, T]``. last_only: only each row's last valid token, as after a prefill chunk.
         """
-        embedding = net.weight("transformer.vocab_embedding.weight")
-        x = net.embedding(token_ids, embedding)
-        if self.residual_float32:
-            x = net.cast(x, "float32")
-        for name, layer in self.named_layers():
-            normed = self.normed(net, name.rpartition(".")[0] + ".norm.weight", x)
-            x = net.add(x, net.cast_like(layer.forward(net, name, net.cast(normed, "activation"), replay), x))
-        if last_only:
-            x = net.select_last(x)
-        x = net.cast(self.normed(net, "transformer.ln_f.weight", x), "activation")
+        return self.logits(net, self.hidden(net, token_ids, replay), last_only)
+
+    def hidden(self, net: Network, token_ids: Tensor, replay: ReplayConfig) -> Tensor:
+        """What the head reads: the output of the final norm ``[rows, T, hidden_size]``, in the activations' dtype."""
+        x = self.residual(net, self.embedding(net, token_ids))
+        x = self.through(net, self.named_layers(), x, replay)
+        return net.cast(self.normed(net, "transformer.ln_f.weight", x), "activation")
+
+    def logits(self, net: Network, hidden: Tensor, last_only: bool = False) -> Tensor:
+        """Logits float32 ``[rows, T or 1, vocab_size]`` from the output of a final norm ``[rows, T, hidden_size]``."""
+        x = net.select_last(hidden) if last_only else hidden
         logits = net.all_gather(net.linear(x, net.weight(self.head_name(net))))
         return net.cast(net.slice_last(logits, self.vocab_size), "float32")
+
+    def predicted(self, net: Network, token_ids: Tensor, hidden: Tensor, replay: ReplayConfig) -> Tensor:
+        """The MTP head's own ``hidden`` at positions p: what tells the token at p + 2, and feeds the head at p + 1.
+
+        token_ids: int32 ``[rows, T]``, the tokens at p + 1. hidden: ``[rows, T, hidden_size]``, the decoder's at p, or the
+        head's own where the decoder has not been. The result looks like ``hidden``; ``logits`` turns it into logits.
+        """
+        embedding = self.normed(net, "mtp.norm_embedding.weight", self.embedding(net, token_ids))
+        parts = net.concat((embedding, self.normed(net, "mtp.norm_hidden.weight", hidden)))
+        x = self.residual(net, net.linear(parts, net.weight("mtp.proj.weight")))
+        x = self.through(net, self.named_mtp_layers(), x, replay)
+        return net.cast(self.normed(net, "mtp.ln_f.weight", x), "activation")
+
+    def embedding(self, net: Network, token_ids: Tensor) -> Tensor:
+        return net.embedding(token_ids, net.weight("transformer.vocab_embedding.weight"))
+
+    def residual(self, net: Network, x: Tensor) -> Tensor:
+        """``x`` in the dtype of the residual stream."""
+        return net.cast(x, "float32") if self.residual_float32 else x
+
+    def through(self, net: Network, layers: Iterable[tuple[str, Layer]], x: Tensor, replay: ReplayConfig) -> Tensor:
+        """The residual stream after these branches."""
+        for name, layer in layers:
+            normed = self.normed(net, name.rpartition(".")[0] + ".norm.weight", x)
+            x = net.add(x, net.cast_like(layer.forward(net, name, net.cast(normed, "activation"), replay), x))
+        return x
 
     def normed(self, net: Network, weight: str, x: Tensor) -> Tensor:
         return net.rms_norm(x, net.weight(weight), self.norm_epsilon, self.norm_zero_centred)
@@ -140,3 +176,7 @@ class HybridDecoder:
         if data.get("mtp") is not None:
             values["mtp"] = Mtp(tuple(layer_from_dict(layer) for layer in data["mtp"]))
         return cls(**values)
+
+
+def layer_pools(layers: Iterable[tuple[str, Layer]], options: StateOptions) -> dict[str, Pool]:
+    return {f"{name}.{pool}": p for name, layer in layers for pool, p in layer.pools(options).items()}

@@ -121,7 +121,8 @@ class EngineConfig:
     def pools(self) -> dict[str, Pool]:
         """State tensors of one rank by name, the cursors among them."""
         options = StateOptions(self.replay, self.checkpoint.torch_dtype, self.max_seq_len)
-        return self.decoder().pools(options) | {"cursors": Pool((CURSOR_WORDS,), torch.int32, "cursor")}
+        decoder, cursors = self.decoder(), {"cursors": Pool((CURSOR_WORDS,), torch.int32, "cursor")}
+        return decoder.pools(options) | decoder.mtp_pools(options) | cursors
 
     def slot_bytes(self) -> int:
         """Bytes of state of one request on one rank."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
@@ -47,6 +48,8 @@ class Session:
         self.pending = torch.zeros(self.slots, dtype=torch.int32)
         self.absorbed = torch.zeros(self.slots, dtype=torch.bool)
         self.written = torch.zeros(self.slots, dtype=torch.int32)
+        #: What the head read in the last step, ``[rows, T, hidden_size]``; it feeds an MTP head.
+        self.hidden: Tensor = torch.empty(0)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -88,9 +91,13 @@ class Session:
         device = self.engine.device
         on_device = [t.to(device) for t in (slot_ids, given.query_lens, given.modes)]
         info = self.engine.plugins.advance(attributes, self.cursors[here], *on_device, tokens)
-        pools = {name: pool[here] for name, pool in self.pools.items()}
-        net = self.engine.network(pools, info, kv_len=int(ends.max()))
-        return self.engine.decoder.forward(net, given.token_ids.to(device), self.replay, last_only)
+        net, decoder = self.network(here, info, kv_len=int(ends.max())), self.engine.decoder
+        self.hidden = decoder.hidden(net, given.token_ids.to(device), self.replay)
+        return decoder.logits(net, self.hidden, last_only)
+
+    def network(self, slots: slice, info: Tensor, kv_len: int) -> TorchNetwork:
+        """The backend of one step of these slots. info: int32 ``[rows, STEP_WORDS]``; see TorchNetwork for kv_len."""
+        return self.engine.network({name: pool[slots] for name, pool in self.pools.items()}, info, kv_len)
 
     def check_step(self, given: StepInput, first_slot: int) -> None:
         """Raises UserError when the rows do not fit the slots they are meant for."""
