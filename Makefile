@@ -33,7 +33,7 @@ wheel: $(VENV)/demo.stamp
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist *.egg-info $(VENV)
 
 $(VENV)/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "Python 3.10 to 3.13 is needed: make PYTHON=python3.12")'

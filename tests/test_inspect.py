@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 from trtllm_replayssm.inspection import Subject, inspect_model
 from trtllm_replayssm.replay import ReplayConfig
-from trtllm_replayssm.runtime.engine_config import EngineConfig
+from trtllm_replayssm.runtime.build import build_engine
+from trtllm_replayssm.runtime.engine_config import BuildOptions, EngineConfig
 from trtllm_replayssm.subject import read_subject
 from trtllm_replayssm.traffic import RecurrentBytes
 
@@ -142,6 +146,24 @@ def test_checkpoint_and_engine_say_what_they_were_made_with(config_file: Any) ->
     engine = EngineConfig(checkpoint, max_batch_size=2, max_seq_len=77, max_num_tokens=64)
     read = read_subject(config_file(engine.to_dict()))
     assert (read.source, read.max_seq_len) == ("engine", 77)
+
+
+def test_report_of_an_engine_is_what_lies_on_disk_and_in_the_pools(tmp_path: Path) -> None:
+    make_checkpoint("nemotron_h", tmp_path / "model")
+    replay = ReplayConfig(window=8, max_draft_len=3)
+    convert(tmp_path / "model", tmp_path / "checkpoint", dtype="bfloat16", tp_size=2, replay=replay)
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_seq_len=64))
+    report = inspect_model(read_subject(tmp_path / "engine"))
+    with safe_open(tmp_path / "engine" / "rank1.engine", "pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118  (not a dict)
+    assert report.weight_bytes == sum(tensor.nbytes for tensor in tensors)
+    pools = EngineConfig.read(tmp_path / "engine").pools().values()
+    for kind, size in (("state", "state_bytes"), ("ring", "ring_bytes"), ("conv", "conv_bytes")):
+        allocated = [pool.allocate(1) for pool in pools if pool.kind == kind]
+        assert report.total(size) == sum(tensor.numel() * tensor.itemsize for tensor in allocated)
+    source = inspect_model(read_subject(tmp_path / "model"))
+    assert source.subject.source == "Hugging Face checkpoint"
+    assert source.parameters == report.parameters
 
 
 def test_unknown_paths_and_models_are_refused(tmp_path: Path, config_file: Any) -> None:
