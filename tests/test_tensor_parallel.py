@@ -184,8 +184,9 @@ def leave_quietly(folder: Path) -> int:
 )
 def test_a_lost_rank_ends_all_with_one_sentence(tmp_path: Path, target: Any, match: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(EngineError, match=match):
+    with pytest.raises(EngineError, match=match) as caught:
         run_ranks(2, target, tmp_path, "cpu")
+    assert caught.value.hint == ("the hint" if target is refuse_on_both else "")
     assert time.monotonic() - begun < 60
     for file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):

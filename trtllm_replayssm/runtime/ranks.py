@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -52,6 +53,8 @@ def process_group(world_size: int, device: torch.device) -> dist.ProcessGroup | 
         return None
     if not joined:
         dist.init_process_group(backend(device), timeout=TIMEOUT)
+        # A group that is still open when the interpreter ends may abort the process.
+        atexit.register(dist.destroy_process_group)
     return dist.group.WORLD
 
 
