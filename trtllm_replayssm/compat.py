@@ -122,7 +122,10 @@ def load_tensorrt(flavours: Sequence[Flavour] = ("tensorrt", "tensorrt_rtx")) ->
     for flavour in flavours:
         for name in MODULES[flavour]:
             try:
-                return TensorRT.of(importlib.import_module(name), flavour)
+                module = importlib.import_module(name)
+                # Any folder of that name can be imported, and is empty.
+                if hasattr(module, "__version__"):
+                    return TensorRT.of(module, flavour)
             except (ImportError, OSError) as error:
                 # A missing module is the usual case; a missing library is worth telling.
                 if not (isinstance(error, ModuleNotFoundError) and error.name == name):

@@ -22,7 +22,7 @@ from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.network.tensorrt.build import StepSizes, emit_step
+from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, build_plan, emit_step
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -95,14 +95,14 @@ def test_profiles() -> None:
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
     config.set_compute_capability(emission.tensorrt.module.ComputeCapability.SM89, 0)
-    from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, build_plan
-
     build_plan(emission.step, builder, config, StepSizes(8, 4, 100))
-    assert config.num_optimization_profiles == 2
+    assert config.num_optimization_profiles == 3
     assert not config.get_flag(emission.tensorrt.module.BuilderFlag.TF32)
     ranges = StepSizes(8, 4, 100).profiles()
     assert ranges[PREFILL] == {"rows": (1, 1, 1), "tokens": (1, 100, 100), "logits": (1, 1, 1)}
-    assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 4, 4), "logits": (1, 4, 4)}
+    assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 1, 1), "logits": (1, 1, 1)}
+    assert ranges[VERIFY] == {"rows": (1, 8, 8), "tokens": (4, 4, 4), "logits": (1, 4, 4)}
+    assert len(StepSizes(8, 1, 100).profiles()) == 2
 
 
 def test_step_longer_than_the_cache_is_refused() -> None:

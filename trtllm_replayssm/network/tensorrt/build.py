@@ -20,15 +20,16 @@ from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginLay
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
 
-PREFILL, DECODE = 0, 1
+#: Numbers of the profiles; VERIFY is there only in an engine that takes drafts.
+PREFILL, DECODE, VERIFY = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class StepSizes:
     """What a plan is built for.
 
-    max_batch_size: rows of a decode or verify step. verify_tokens: most tokens of a row in it. prefill_tokens: most tokens
-    of a prefill step, which has one row. prefill_logits: tokens of a prefill step whose logits can be had.
+    max_batch_size: most rows of a decode or verify step. verify_tokens: tokens of a row in a verify step, 1 without drafts.
+    prefill_tokens: most tokens of a prefill step, which has one row. prefill_logits: most of its tokens that get logits.
     """
 
     max_batch_size: int
@@ -37,12 +38,16 @@ class StepSizes:
     prefill_logits: int = 1
 
     def profiles(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
-        """Least, usual and most value of every dynamic size, for PREFILL and DECODE; never zero."""
-        rows, verify, prefill = self.max_batch_size, self.verify_tokens, self.prefill_tokens
-        return (
-            {"rows": (1, 1, 1), "tokens": (1, prefill, prefill), "logits": (1, 1, self.prefill_logits)},
-            {"rows": (1, rows, rows), "tokens": (1, verify, verify), "logits": (1, verify, verify)},
-        )
+        """Least, usual and most value of every dynamic size, for PREFILL, DECODE and VERIFY; never zero.
+
+        Decoding and verifying have a profile each, in which T has one value: their kernels are compiled for it. A row with
+        fewer drafts is padded.
+        """
+        rows, prefill = self.max_batch_size, self.prefill_tokens
+        steps = [{"rows": (1, 1, 1), "tokens": (1, prefill, prefill), "logits": (1, 1, self.prefill_logits)}]
+        for count in sorted({1, self.verify_tokens}):
+            steps.append({"rows": (1, rows, rows), "tokens": (count,) * 3, "logits": (1, count, count)})
+        return tuple(steps)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer
 
 
 def add_profiles(emitter: Emitter, builder: Any, config: Any, sizes: StepSizes) -> None:
-    """One profile for a prefill chunk, one for decoding and verifying; the constants PREFILL and DECODE number them."""
+    """The profiles of StepSizes, numbered PREFILL, DECODE and VERIFY."""
     for ranges in sizes.profiles():
         profile = builder.create_optimization_profile()
         for name, symbols in emitter.inputs.items():
