@@ -317,6 +317,14 @@ def test_slots_that_do_not_exist_and_states_of_other_engines_are_refused(engine:
     session = make(engine)
     with pytest.raises(UserError, match="slot 9 does not exist"):
         session.admit(9)
+    with pytest.raises(UserError, match="slot 9 does not exist"):
+        session.prefill(9, [1])
+    with pytest.raises(UserError, match="slot -1 does not exist"):
+        session.commit(-1, [0])
+    with pytest.raises(UserError, match="chunk is 0"):
+        session.prefill(0, [1], chunk=0)
+    with pytest.raises(UserError, match="must be integers"):
+        session.prefill(0, [])
     session.prefill(0, tokens(1, 3)[0])
     with pytest.raises(UserError, match="two different slots"):
         session.materialise(0, 0, 3)

@@ -62,16 +62,14 @@ class LLM:
         """
         single = isinstance(inputs, str | Mapping) or (len(inputs) > 0 and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
-        requests = [
-            self.request(i, *prompt_of(i, prompt), params)
-            for i, (prompt, params) in enumerate(zip(prompts, per_prompt(sampling_params, len(prompts))))
-        ]
+        given = [prompt_of(i, prompt) for i, prompt in enumerate(prompts)]
+        every_params = per_prompt(sampling_params, len(prompts))
+        requests = [self.request(i, *prompt, params) for i, (prompt, params) in enumerate(zip(given, every_params))]
         with lost_ranks(self.engine.config.world_size):
             generate(self.session, requests, on_text)
-        texts = [prompt_of(i, prompt)[0] for i, prompt in enumerate(prompts)]
         outputs = [
             RequestOutput(request.request_id, text, request.prompt, [request.output()])
-            for request, text in zip(requests, texts)
+            for request, (text, _) in zip(requests, given)
         ]
         return outputs[0] if single else outputs
 

@@ -141,6 +141,7 @@ class Session:
         accepted: ``[rows]`` of 0..query_len; 0 in rows that were not active. Raises UserError, before anything is changed,
         when a row was given fewer tokens, or folded them already and must keep them all.
         """
+        self.check_slot(first_slot)
         counts = torch.as_tensor(accepted).cpu().int()
         here = slice(first_slot, first_slot + len(counts))
         pending, absorbed = self.pending[here], self.absorbed[here]
@@ -163,6 +164,9 @@ class Session:
         token_ids: integers ``[n]``, n >= 1. chunk: most tokens of one step; by default EngineConfig.prefill_chunk.
         Raises UserError, before anything is changed, when they do not fit.
         """
+        self.check_slot(slot)
+        if chunk is not None and chunk < 1:
+            raise UserError(f"chunk is {chunk}; it must be 1 or more")
         config = self.engine.config
         given = StepInput.create(torch.as_tensor(token_ids)[None], None, None, None, self.engine.decoder.vocab_size)
         size, ids = chunk or config.prefill_chunk, given.token_ids[0]
