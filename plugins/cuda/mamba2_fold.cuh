@@ -8,11 +8,9 @@
 
 struct Updates {
     float u[ENTRY_BLOCKS][2][4];  // as operand of the 8 entries of half-block s
-    int b[ENTRY_BLOCKS][2][2];  // where the entries' B rows lie
     float decay;
 
-    __device__ __forceinline__ Updates(const HeadInputs& in, const Decays& decays, const Sequence& seq, int group, int entries,
-                                       int lane) {
+    __device__ __forceinline__ Updates(const HeadInputs& in, const Decays& decays, int entries, int lane) {
         const Weights weights(decays, entries, lane);
         decay = weights.decay;
 #pragma unroll
@@ -22,8 +20,6 @@ struct Updates {
             for (int s = 0; s < 2; ++s) {
                 const int j = 16 * block + 8 * s + 2 * (lane % 4);
                 x.operand(u[block][s], s, weights.at(block, j), weights.at(block, j + 1));
-#pragma unroll
-                for (int e = 0; e < 2; ++e) b[block][s][e] = seq.b_offset(min(j + e, entries - 1), group);
             }
         }
     }
@@ -36,38 +32,55 @@ struct Updates {
     }
 };
 
+// sum_j u_j B_j^T of one block of 32 columns, pairs 2 half and 2 half + 1; `b_row(j)` is the address of B_j.
+template <typename Rows>
+__device__ __forceinline__ void sum_updates(Accumulator (&sum)[2], Updates& updates, int entries, int block, int half, int lane,
+                                            Rows b_row) {
+    const int g = lane / 4;
+    updates.keep();
+#pragma unroll
+    for (int b = 0; b < ENTRY_BLOCKS; ++b)
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            if (16 * b + 8 * s >= entries) continue;
+            const uint2 even = load_two_pairs<WIDE_STATE>(b_row(b, s, 0), block, half, g / 2);
+            const uint2 odd = load_two_pairs<WIDE_STATE>(b_row(b, s, 1), block, half, g / 2);
+            mma_split_a(sum[0], updates.u[b][s], half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(odd.x, g & 1));
+            mma_split_a(sum[1], updates.u[b][s], half_to_float<ACT>(even.y, g & 1), half_to_float<ACT>(odd.y, g & 1));
+        }
+}
+
+template <typename From, typename To>
+__device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePairs<From>& state, float decay,
+                                            const Accumulator (&sum)[2], int half, int r) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+        out.set(2 * half + m, decay * state.get(2 * half + m, 0) + sum[m].v[2 * r],
+                decay * state.get(2 * half + m, 1) + sum[m].v[2 * r + 1]);
+}
+
 // Folds into one chunk of the state and stores it. `rows_out`: this lane's first row, at the chunk's first block.
-__device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const Sequence& seq, int entries, int chunk, int lane,
-                                     STATE* rows_out) {
-    const int g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const Sequence& seq, int group, int entries, int chunk,
+                                     int lane, STATE* rows_out) {
+    const int t = lane % 4;
     asm volatile("" : "+l"(rows_out));
+    int offsets[ENTRY_BLOCKS][2][2];
+#pragma unroll
+    for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
+        offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(min(8 * (i / 2) + 2 * t + i % 2, entries - 1), group);
+    const auto b_row = [&](int b, int s, int e) {
+        return seq.b_base(min(16 * b + 8 * s + 2 * t + e, entries - 1)) + offsets[b][s][e];
+    };
 #pragma unroll
     for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
         StatePairs<STATE> folded[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Accumulator sum[2] = {};
-            updates.keep();
-#pragma unroll
-            for (int b = 0; b < ENTRY_BLOCKS; ++b)
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    if (16 * b + 8 * s >= entries) continue;
-                    const int block = chunk * BLOCKS_A_CHUNK + k, j = 16 * b + 8 * s + 2 * t;
-                    const ACT* rows[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) rows[e] = seq.b_base(min(j + e, entries - 1)) + updates.b[b][s][e];
-                    const uint2 even = load_two_pairs<WIDE_STATE>(rows[0], block, half, g / 2);
-                    const uint2 odd = load_two_pairs<WIDE_STATE>(rows[1], block, half, g / 2);
-                    mma_split_a(sum[0], updates.u[b][s], half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(odd.x, g & 1));
-                    mma_split_a(sum[1], updates.u[b][s], half_to_float<ACT>(even.y, g & 1), half_to_float<ACT>(odd.y, g & 1));
-                }
+            sum_updates(sum, updates, entries, chunk * BLOCKS_A_CHUNK + k, half, lane, b_row);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-#pragma unroll
-                for (int m = 0; m < 2; ++m)
-                    folded[r].set(2 * half + m, updates.decay * state.v[k][r].get(2 * half + m, 0) + sum[m].v[2 * r],
-                                  updates.decay * state.v[k][r].get(2 * half + m, 1) + sum[m].v[2 * r + 1]);
+                add_updates(folded[r], state.v[k][r], updates.decay, sum, half, r);
                 folded[r].store_half(rows_out + 2 * r * STATE_SIZE, k, half, t);
             }
         }

@@ -21,10 +21,15 @@ struct Inputs {
     int xbc_stride, dt_stride;
 };
 
+// Entries of a sequence, or of a piece of one: the first `history` come from the ring, the rest are tokens of this step.
+struct Extent {
+    int history, length;
+};
+
 // A row's sequence, with all addresses of the row applied.
-struct Sequence {
+struct Sequence : Extent {
     Row row;
-    int slot, history, length;
+    int slot;
     Inputs in;  // xbc and dt at the row's first token, the pools at the row's slot
 
     // Makes addresses of entries be computed anew instead of being kept in registers from head to head.

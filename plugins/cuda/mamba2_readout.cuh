@@ -10,20 +10,17 @@ struct Outputs {
 
 // S0 C of a head, accumulated chunk by chunk. The two parts of a float32 state have accumulators of their own, which halves
 // the chain of dependent instructions.
+template <typename T>
 struct StateProducts {
-    static constexpr int PARTS = WIDE_STATE ? 2 : 1;
+    static constexpr int PARTS = sizeof(T) == 4 ? 2 : 1;
     Accumulator v[2][PARTS];
 
-    __device__ __forceinline__ void add(const Chunk& s, const TokenC& c, int chunk) {
-#pragma unroll
-        for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
-            const Pairs low = c.v[0][chunk * BLOCKS_A_CHUNK + k];
-            const Pairs high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][chunk * BLOCKS_A_CHUNK + k] : Pairs{0, 0, 0, 0};
-            if constexpr (same_type<STATE, ACT>::value)
-                add_as_stored(s.v[k], low, high);
-            else
-                add_as_float(s.v[k], low, high);
-        }
+    // 32 columns: rows g of both tiles, C of tokens g and g + 8.
+    __device__ __forceinline__ void add(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
+        if constexpr (same_type<T, ACT>::value)
+            add_as_stored(s, low, high);
+        else
+            add_as_float(s, low, high);
     }
     __device__ __forceinline__ Outputs sum() const {
         Outputs out;
@@ -35,7 +32,7 @@ struct StateProducts {
     }
 
 private:
-    __device__ __forceinline__ void add_as_stored(const StatePairs<STATE> (&s)[2], const Pairs& low, const Pairs& high) {
+    __device__ __forceinline__ void add_as_stored(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
@@ -43,7 +40,7 @@ private:
             for (int q = 0; q < 2; ++q) mma_16bit<ACT>(v[q][0], a, s[q].v[2 * half], s[q].v[2 * half + 1]);
         }
     }
-    __device__ __forceinline__ void add_as_float(const StatePairs<STATE> (&s)[2], const Pairs& low, const Pairs& high) {
+    __device__ __forceinline__ void add_as_float(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const float a[4] = {half_to_float<ACT>(low.v[m], false), half_to_float<ACT>(high.v[m], false),
@@ -52,7 +49,7 @@ private:
             for (int q = 0; q < 2; ++q) {
                 const float first = s[q].get(m, 0), second = s[q].get(m, 1);
                 mma_tf32(v[q][0], a, first, second);
-                if constexpr (WIDE_STATE)
+                if constexpr (PARTS > 1)
                     mma_tf32(v[q][PARTS - 1], a, first - tf32_part(first), second - tf32_part(second));
             }
         }
@@ -61,7 +58,7 @@ private:
 
 // Adds sum_j M_ij x_j; `weight(n, b, s, e)` is M of token 8 n + g and entry 16 b + 8 s + 2 t + e but for B_j . C_i.
 template <typename Weight>
-__device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Sequence& seq,
+__device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Extent& seq,
                                             float D, int lane, Weight weight) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -90,7 +87,7 @@ __device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& b
 
 // One token: its weights are those of the lanes.
 __device__ __forceinline__ void finish_one(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
-                                           const Sequence& seq, float D, int lane) {
+                                           const Extent& seq, float D, int lane) {
     const Weights weights(decays, seq.length, lane);
 #pragma unroll
     for (int q = 0; q < 2; ++q) out.v[q].v[0] *= weights.decay, out.v[q].v[1] *= weights.decay;
@@ -99,7 +96,7 @@ __device__ __forceinline__ void finish_one(Outputs& out, const GroupProducts& bc
 }
 
 __device__ __forceinline__ void finish_many(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
-                                            const Sequence& seq, float D, int lane) {
+                                            const Extent& seq, float D, int lane) {
     float sum_i[TOKEN_TILES];
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {
@@ -114,10 +111,10 @@ __device__ __forceinline__ void finish_many(Outputs& out, const GroupProducts& b
     });
 }
 
-// `y` is at token g, channel 4 t of the warp's 16.
-__device__ __forceinline__ void read_out(const StateProducts& s, const GroupProducts& bc, const HeadInputs& in,
-                                         const Decays& decays, const Sequence& seq, float D, int lane, ACT* y) {
-    Outputs out = s.sum();
+// Turns S0 C into y and stores it; `y` is at token g, channel 4 t of the warp's 16. Of `capacity` tokens those that do not
+// exist become zero.
+__device__ __forceinline__ void read_out(Outputs out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+                                         const Extent& seq, float D, int lane, int capacity, ACT* y) {
     if constexpr (TOKENS == 1)
         finish_one(out, bc, in, decays, seq, D, lane);
     else
@@ -125,7 +122,7 @@ __device__ __forceinline__ void read_out(const StateProducts& s, const GroupProd
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {
         const int i = 8 * n + lane / 4;
-        if (i >= TOKENS) continue;
+        if (i >= capacity) continue;
         uint2 channels = {pack_pair<ACT>(out.v[0].v[2 * n], out.v[0].v[2 * n + 1]),
                           pack_pair<ACT>(out.v[1].v[2 * n], out.v[1].v[2 * n + 1])};
         if (seq.history + i >= seq.length) channels = {0, 0};

@@ -77,12 +77,23 @@ struct Decays {
     __device__ __forceinline__ Decays(const HeadInputs& in, const TokenSteps& steps, float head_rate, int head_of_block,
                                       const Sequence& seq, int lane)
         : rate(head_rate) {
-        float carried = 0.0f;
 #pragma unroll
         for (int b = 0; b < ENTRY_LANES; ++b) {
             const int j = lane + 32 * b, i = j - seq.history;
             const float step = steps.get(head_of_block * TOKENS + min(max(i, 0), TOKENS - 1));
             dt[b] = i < 0 ? in.dt[b] : j < seq.length ? step : 0.0f;
+        }
+        add_up(lane);
+    }
+    // Of at most 32 entries, one a lane.
+    __device__ __forceinline__ Decays(float step, float head_rate, int lane) : rate(head_rate) {
+        dt[0] = step;
+        add_up(lane);
+    }
+    __device__ __forceinline__ void add_up(int lane) {
+        float carried = 0.0f;
+#pragma unroll
+        for (int b = 0; b < ENTRY_LANES; ++b) {
             float s = dt[b];
 #pragma unroll
             for (int offset = 1; offset < (ENTRIES < 32 ? ENTRIES : 32); offset <<= 1) {

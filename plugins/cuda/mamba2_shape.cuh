@@ -1,13 +1,12 @@
 // Compile-time sizes of mamba2_step, from its macros:
 //     ACT, STATE (element types; the ring has ACT), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX,
-//     TOKENS (T, 1 to 16), ENTRIES (most history and tokens of a row), WARPS_AN_SM (resident warps to compile for).
+//     TOKENS (T, 1 to 16), ENTRIES (most history and tokens of a row), HEADS_A_BLOCK (most heads of a group that a block may
+//     take, at most 32: their scalars are spread over a warp), WARPS_AN_SM (resident warps to compile for).
 #pragma once
 #include "types.cuh"
 
 constexpr int INNER = HEADS * HEAD_DIM;
 constexpr int HEADS_A_GROUP = HEADS / GROUPS;
-// Heads of a group that a block may take; their scalars are spread over the lanes of a warp.
-constexpr int HEADS_A_BLOCK = HEADS_A_GROUP < 32 ? HEADS_A_GROUP : 32;
 constexpr int WARPS = HEAD_DIM / 16;
 constexpr bool WIDE_STATE = sizeof(STATE) == 4;
 

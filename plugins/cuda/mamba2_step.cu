@@ -25,13 +25,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
         return;
     }
     const i64 token = i64(blockIdx.y) * TOKENS;
-    Sequence seq = {row,
-                          int(row.slot),
-                          row.history(),
-                          row.history() + row.tokens,
-                          {xbc + token * xbc_stride, dt + token * dt_stride, A_log, dt_bias, D, state + row.slot * state_stride,
-                           ring_x + row.slot * ring_x_stride, ring_b + row.slot * ring_b_stride,
-                           ring_dt + row.slot * ring_dt_stride, xbc_stride, dt_stride}};
+    Sequence seq = {{row.history(), row.history() + row.tokens},
+                    row,
+                    int(row.slot),
+                    {xbc + token * xbc_stride, dt + token * dt_stride, A_log, dt_bias, D, state + row.slot * state_stride,
+                     ring_x + row.slot * ring_x_stride, ring_b + row.slot * ring_b_stride,
+                     ring_dt + row.slot * ring_dt_stride, xbc_stride, dt_stride}};
     const bool appends = !row.absorbs(), has_checkpoint = row.folded > 0;
     const int entries = row.fold_entries(), tokens = row.tokens;
     const int lane_row = (p0 + state_row(g)) * STATE_SIZE;
@@ -56,16 +55,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
 
     for (int head = first; head < last; ++head) {
         const Decays decays(in, steps, __shfl_sync(~0u, scalars.rate, head - first), head - first, seq, lane);
-        StateProducts products = {};
+        StateProducts<STATE> products = {};
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             c.keep();
             state_rows.keep();
-            products.add(state_rows, c, chunk);
+#pragma unroll
+            for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
+                const int block = chunk * BLOCKS_A_CHUNK + k;
+                products.add(state_rows.v[k], c.v[0][block], TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][block] : Pairs{});
+            }
             if (row.folds()) {
                 seq.forget_addresses();
-                Updates updates(in, decays, seq, group, entries, lane);
-                fold(state_rows, updates, seq, entries, chunk, lane,
+                Updates updates(in, decays, entries, lane);
+                fold(state_rows, updates, seq, group, entries, chunk, lane,
                      state_out + i64(seq.slot) * state_stride + head * HEAD_SIZE + lane_row + chunk * CHUNK_COLUMNS);
                 // C's registers served the sums.
                 c.load(seq, group, tokens, lane);
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             append(current, decays, seq, p0, lane, p0 == 0,
                    ring_x_out + i64(seq.slot) * ring_x_stride + head * (RING_ROWS * HEAD_DIM),
                    ring_dt_out + i64(seq.slot) * ring_dt_stride + head * RING_ROWS);
-        read_out(products, bc, current, decays, seq, __shfl_sync(~0u, scalars.D, head - first), lane,
+        read_out(products.sum(), bc, current, decays, seq, __shfl_sync(~0u, scalars.D, head - first), lane, TOKENS,
                  y + (i64(blockIdx.y) * TOKENS + g) * INNER + head * HEAD_DIM + p0 + 4 * t);
     }
 }

@@ -15,17 +15,13 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 #: Largest finite float32: "no upper clamp" in the kernels.
 NO_CLAMP = "3.4028235e38f"
-#: Warps a multiprocessor should hold; registers are divided by this. Measured best on H200.
-WARPS_AN_SM = {1: 16, 8: 12, MAX_VERIFY_TOKENS: 8}
+Macros = tuple[tuple[str, str | int | float], ...]
+#: Longest sequence of a row that mamba2_step keeps in registers.
+MOST_ENTRIES = 64
+#: Entries of a piece of mamba2_prefill.
+PIECE = 16
 #: Warps a device should be given before a block takes more than one head.
 WARPS_WANTED = 16384
-
-
-def uses_step_kernel(a: Mamba2Attributes, activation: torch.dtype, ring: torch.dtype, tokens: int) -> bool:
-    """Whether the matrix-product kernel takes this case; the plain recurrence takes the others."""
-    narrow = activation.itemsize == 2 and ring == activation
-    fits = a.head_dim % 16 == 0 and a.head_dim <= 256 and a.state_size in (32, 64, 128, 256)
-    return narrow and fits and tokens <= MAX_VERIFY_TOKENS
 
 
 def launch_record(
@@ -49,24 +45,87 @@ def launch_record(
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
     )
-    if not uses_step_kernel(a, activation, ring, tokens):
+    long_step = tokens <= MAX_VERIFY_TOKENS and most_entries(a, tokens) > MOST_ENTRIES
+    if long_step or not fits_matrix_kernels(a, activation, ring, strides):
         kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
         return Launch(kernel, (-(-a.num_heads * a.head_dim // 4), rows, 1), (tokens, *strides, 0))
-    # With drafts the ring holds the whole window before a step; without, the step that would fill it folds.
-    history = a.window if a.ring_rows > a.window else a.window - 1
-    warps = next(warps for limit, warps in WARPS_AN_SM.items() if tokens <= limit)
-    tuned = (("TOKENS", tokens), ("ENTRIES", history + tokens), ("WARPS_AN_SM", max(warps, a.head_dim // 16)))
-    in_flight = min(4096, 16 * a.state_size * state.itemsize) * (a.head_dim // 16)
-    kernel = Kernel("mamba2_step.cu", "mamba2_step", 2 * a.head_dim, (*shape, *tuned), in_flight)
-    heads = heads_per_block(a, rows)
+    if tokens > MAX_VERIFY_TOKENS:
+        return prefill_record(a, shape, rows, tokens, strides)
+    return step_record(a, shape, state, rows, tokens, strides)
+
+
+def most_entries(a: Mamba2Attributes, tokens: int) -> int:
+    """Longest history and step of a row. With drafts the ring holds the whole window before a step; without, the step that
+    would fill it folds."""
+    return (a.window if a.ring_rows > a.window else a.window - 1) + tokens
+
+
+def fits_matrix_kernels(
+    a: Mamba2Attributes, activation: torch.dtype, ring: torch.dtype, strides: tuple[int, ...]
+) -> bool:
+    """Whether the matrix-product kernels take this case; the plain recurrence takes the others."""
+    narrow = activation.itemsize == 2 and ring == activation
+    shape = a.head_dim % 16 == 0 and a.head_dim <= 256 and a.state_size in (32, 64, 128, 256)
+    aligned = all(stride % 8 == 0 for stride in (strides[0], *strides[2:]))
+    return narrow and shape and aligned
+
+
+def step_record(
+    a: Mamba2Attributes, shape: Macros, state: torch.dtype, rows: int, tokens: int, strides: tuple[int, ...]
+) -> Launch:
+    warps, entries = a.head_dim // 16, most_entries(a, tokens)
+    tuned = (
+        ("TOKENS", tokens),
+        ("ENTRIES", entries),
+        ("HEADS_A_BLOCK", most_heads(a, tokens)),
+        ("WARPS_AN_SM", max(warps, step_warps(a.state_size, tokens, entries))),
+    )
+    kernel = Kernel(
+        source="mamba2_step.cu",
+        symbol="mamba2_step",
+        block=32 * warps,
+        defines=(*shape, *tuned),
+        in_flight=min(4096, 16 * a.state_size * state.itemsize) * warps,
+    )
+    heads = heads_per_block(a, rows, tokens)
     return Launch(kernel, (a.num_heads // heads, rows, 1), (tokens, *strides, heads))
 
 
-def heads_per_block(a: Mamba2Attributes, rows: int) -> int:
-    """Heads of one group that a block takes: as many as leave the device enough warps, for they share the ring's B."""
+def step_warps(state_size: int, tokens: int, entries: int) -> int:
+    """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
+    if state_size > 128 or tokens > 8 or entries > 32:
+        return 8
+    return 16 if tokens == 1 and entries <= 16 else 12
+
+
+def head_counts(a: Mamba2Attributes, tokens: int) -> list[int]:
+    """Heads that a block may take: all of one group, and few enough for its time steps to fit two registers of a warp."""
     in_group = a.num_heads // a.n_groups
+    return [n for n in range(1, min(in_group, 32, max(1, 64 // tokens)) + 1) if in_group % n == 0]
+
+
+def most_heads(a: Mamba2Attributes, tokens: int) -> int:
+    return max(head_counts(a, tokens))
+
+
+def heads_per_block(a: Mamba2Attributes, rows: int, tokens: int) -> int:
+    """As many heads as leave the device enough warps, because the heads of a block share the ring's B."""
     warps = rows * a.num_heads * a.head_dim // 16
-    return max(n for n in range(1, min(in_group, 32) + 1) if in_group % n == 0 and (n == 1 or warps // n >= WARPS_WANTED))
+    return max(n for n in head_counts(a, tokens) if n == 1 or warps // n >= WARPS_WANTED)
+
+
+def prefill_record(a: Mamba2Attributes, shape: Macros, rows: int, tokens: int, strides: tuple[int, ...]) -> Launch:
+    tiles = a.head_dim // 16
+    warps = 2 if tiles % 2 == 0 else next(n for n in (5, 3, 1) if tiles % n == 0)
+    tuned = (
+        ("TOKENS", PIECE),
+        ("ENTRIES", PIECE),
+        ("HEADS_A_BLOCK", 1),
+        ("WARPS_A_BLOCK", warps),
+        ("WARPS_AN_SM", 8 if a.state_size > 128 else 12),
+    )
+    kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", 32 * warps, (*shape, *tuned))
+    return Launch(kernel, (a.num_heads * tiles // warps, rows, 1), (tokens, *strides, 0))
 
 
 def mamba2(
@@ -97,7 +156,8 @@ def variants() -> list[Kernel]:
     small, wide, long = (64, 32, 64, 4), (32, 128, 128, 2), (64, 64, 256, 8)
     cases = [
         *product((nano, super_), ((bf16, fp32), (bf16, bf16), (fp16, fp16), (fp16, fp32)), (1, 4, 8, 16)),
-        *product((narrow, small, wide, long), ((bf16, fp32), (bf16, bf16)), (1, 8)),
+        *product((narrow, small, wide, long), ((bf16, fp32), (bf16, bf16)), (1, 8, 2048)),
+        *product((nano, super_), ((bf16, fp32), (bf16, bf16), (fp16, fp16), (fp16, fp32)), (2048,)),
         *product((nano, odd), ((fp32, fp32), (bf16, fp32)), (1, 64)),
     ]
     kernels = []
@@ -105,4 +165,8 @@ def variants() -> list[Kernel]:
         draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
         a = Mamba2Attributes(heads, head_dim, state_size, groups, 16, 16 + draft)
         kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
+    # Windows of 64, where a row's sequence is longest.
+    for tokens in (1, 16):
+        a = Mamba2Attributes(*nano, 64, 64 + (tokens if tokens > 1 else 0))
+        kernels.append(launch_record(a, bf16, fp32, bf16, 1, tokens, (0,) * 6).kernel)
     return list(dict.fromkeys(kernels))
