@@ -83,7 +83,7 @@ class TensorRTNetwork(Network):
         return (DYNAMIC, *x.pool.shape) if isinstance(x, State) else tuple(x.shape)
 
     def weight(self, name: str) -> Weight:
-        self.emitter.scope = name.removesuffix(".weight").rpartition(".")[0] or name
+        self.emitter.scope = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
         return Weight(name, self.weights[name])
 
     def pool(self, name: str) -> State:
@@ -331,6 +331,7 @@ class TensorRTNetwork(Network):
         self, kind: str, attributes: Any, inputs: dict[str, Tensor], pools: Mapping[str, State], result: str, width: int
     ) -> Tensor:
         """One plugin layer whose result is ``[rows, T, width]`` in the activation dtype and whose pools are updated."""
+        self.emitter.scope = next(iter(pools.values())).name.rpartition(".")[0]
         bound = {name: self.state_input(state) for name, state in pools.items()}
         outputs = [PluginOutput(result, (DYNAMIC, DYNAMIC, width), self.dtype)]
         for name, state in pools.items():
