@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trtllm_replayssm.errors import UserError
 
@@ -26,6 +26,8 @@ class SamplingParams:
     end_id: token that ends the text; None for those of the checkpoint, -1 for none.
     stop: strings that end the text, which is cut off before them. stop_token_ids: further tokens that end it.
     ignore_eos: go on after the end token. return_generation_logits: keep the logits each token was chosen from.
+    logprobs: keep the log-probability of each token, and of so many of the likeliest in its place; None for none. They are
+        the model's own, before temperature, top_k and top_p.
     add_special_tokens, skip_special_tokens: of the tokenizer, when it reads the prompt and writes the text.
 
     Raises UserError when a value makes no sense.
@@ -41,11 +43,12 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     return_generation_logits: bool = False
+    logprobs: int | None = None
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (("max_tokens", 1), ("top_k", 0), ("seed", 0), ("end_id", -1)):
+        for name, low in (("max_tokens", 1), ("top_k", 0), ("seed", 0), ("end_id", -1), ("logprobs", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise UserError(f"{name} is {value!r}; it must be an integer, {low} or more")
@@ -78,9 +81,15 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else own)
 
 
-def uniform(seed: int, position: int) -> float:
+#: What a random number is for; numbers of different purposes have nothing to do with each other.
+Purpose = Literal["token", "draft", "accept", "residual"]
+PURPOSES: tuple[Purpose, ...] = ("token", "draft", "accept", "residual")
+
+
+def uniform(seed: int, position: int, purpose: Purpose = "token") -> float:
     """A number in [0, 1) that looks random and depends on nothing but its arguments (SplitMix64's output function)."""
-    state = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) & MASK64
+    state = seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15
+    state = (state + PURPOSES.index(purpose) * 0xDA942042E4DD58B5) & MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
     return ((state ^ (state >> 31)) >> 11) / (1 << 53)
@@ -95,10 +104,16 @@ def mask_padding(logits: Tensor, num_tokens: int | None) -> Tensor:
     return masked
 
 
-def choose(logits: Tensor, params: SamplingParams, position: int) -> int:
+def choose(logits: Tensor, params: SamplingParams, position: int, purpose: Purpose = "token") -> int:
     """The token after ``position`` tokens: logits ``[vocab]`` float32, padding ids at -inf."""
     if params.greedy:
         return int(logits.argmax())
+    probabilities, tokens = candidates(logits, params)
+    return int(tokens[pick(probabilities, uniform(params.seed, position, purpose))])
+
+
+def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Float64 weights of the tokens, likeliest first, and the tokens; 0 for those that the parameters leave out."""
     temperature = 1.0 if params.temperature is None else params.temperature
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scaled = (logits.double() - logits.max().double()) / temperature
@@ -110,6 +125,17 @@ def choose(logits: Tensor, params: SamplingParams, position: int) -> int:
     if params.top_p is not None:
         # A token is kept while those before it have not reached top_p, so that there is always one.
         kept &= before < params.top_p
-    reached = (probabilities * kept).cumsum(-1)
-    target = uniform(params.seed, position) * float(reached[-1])
-    return int(tokens[int((reached <= target).sum())])
+    return probabilities * kept, tokens
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Float64 ``[vocab]``: the probability with which ``choose`` takes each token, for parameters that are not greedy."""
+    weights, tokens = candidates(logits, params)
+    return weights.new_zeros(weights.shape).scatter_(0, tokens, weights / weights.sum())
+
+
+def pick(weights: Tensor, share: float) -> int:
+    """The index at which the running sum of the weights passes ``share`` (in [0, 1)) of their total."""
+    reached = weights.cumsum(-1)
+    # The second condition matters only where the product is rounded up to the total.
+    return int(((reached <= share * reached[-1]) & (reached < reached[-1])).sum())

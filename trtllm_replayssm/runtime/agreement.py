@@ -1,0 +1,19 @@
+"""One answer for all ranks: where rounding could tell their choices apart, rank 0's counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from trtllm_replayssm.runtime.engine import Engine
+
+
+def agreed(rows: Sequence[Sequence[int]], longest: int, engine: Engine) -> list[list[int]]:
+    """Rank 0's rows, of token ids; every rank has as many rows, none with more than ``longest`` ids."""
+    if engine.group is None:
+        return [list(row) for row in rows]
+    table = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], device=engine.device)
+    dist.broadcast(table, 0, group=engine.group)
+    return [[token for token in row if token >= 0] for row in table.tolist()]
