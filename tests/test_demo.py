@@ -20,9 +20,9 @@ from trtllm_replayssm.runtime.session import Session
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_proof_holds(family: str, tmp_path: Path) -> None:
-    found, _ = run_demo(family, tmp_path / family)
-    assert [proof.claim for proof in found if not proof.holds] == []
-    assert len(found) == 11
+    report = run_demo(family, tmp_path / family)
+    assert [proof.claim for proof in report.proofs if not proof.holds] == []
+    assert len(report.proofs) == 11
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 def test_command_fails_with_a_proof(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = [Proof("two is two", "2", True), Proof("two is three", "2", False)]
-    monkeypatch.setattr(proofs, "run_demo", lambda family, folder: (found, 1.0))
+    monkeypatch.setattr(proofs, "run_demo", lambda family, folder: proofs.Report(found, "cpu", 1.0))
     assert main(["demo"]) == 1
     captured = capsys.readouterr()
     assert "FAILED" in captured.out

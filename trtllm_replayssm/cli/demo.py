@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
     # The model is too small to be worth dividing over threads.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() if args.output_dir is None else nullcontext(args.output_dir) as folder:
-        proofs, seconds = run_demo(args.family, Path(folder))
-    rows = [("proved" if proof.holds else "FAILED", proof.claim, proof.measured) for proof in proofs]
-    print_table(f"{args.family}, {seconds:.0f} s", ("", "claim", "measured in this run"), rows)
+        report = run_demo(args.family, Path(folder))
+    rows = [("proved" if proof.holds else "FAILED", proof.claim, proof.measured) for proof in report.proofs]
+    print_table(f"{args.family} on {report.where}, {report.seconds:.0f} s", ("", "claim", "measured in this run"), rows)
     if args.output_dir is not None:
         print_line(f"model, checkpoint and engines are in {args.output_dir}")
-    failed = sum(not proof.holds for proof in proofs)
+    failed = sum(not proof.holds for proof in report.proofs)
     if failed:
-        LOGGER.error("%d of %d proofs failed", failed, len(proofs))
+        LOGGER.error("%d of %d proofs failed", failed, len(report.proofs))
     return 1 if failed else 0

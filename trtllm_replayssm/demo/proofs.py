@@ -161,8 +161,19 @@ def equal(claim: str, got: Tensor, want: Tensor, and_also: bool = True) -> Proof
     return Proof(claim, measured, difference <= TOLERANCE and and_also)
 
 
-def run_demo(family: str, folder: Path) -> tuple[list[Proof], float]:
-    """All proofs for ``MODELS[family]``, with its files under ``folder``, and the seconds they took."""
+@dataclass(frozen=True)
+class Report:
+    """All proofs of a run. where: device, and whose plugin functions ran on it."""
+
+    proofs: list[Proof]
+    where: str
+    seconds: float
+
+
+def run_demo(family: str, folder: Path) -> Report:
+    """Makes ``MODELS[family]`` and everything from it under ``folder``, on the GPU where there is one, and proves it."""
     start = time.perf_counter()
-    proofs = list(Demo.prepare(family, folder).prove())
-    return proofs, time.perf_counter() - start
+    demo = Demo.prepare(family, folder)
+    proofs = list(demo.prove())
+    engine = demo.llm.engine
+    return Report(proofs, f"{engine.device}, {engine.plugins.name} plugins", time.perf_counter() - start)

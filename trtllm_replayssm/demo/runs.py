@@ -35,7 +35,7 @@ class Meter:
         self.size = RecurrentBytes.of(self.session.layout.values(), self.session.replay)
 
     def step(self, token_ids: Tensor, query_lens: Tensor | None = None, active: Tensor | None = None) -> Tensor:
-        """``Session.step`` from slot 0, watched; logits ``[rows, T, vocab]``."""
+        """``Session.step`` from slot 0, watched; logits ``[rows, T, vocab]`` on the host."""
         rows, tokens = token_ids.shape
         session = self.session
         states = [pool for name, pool in session.pools.items() if session.layout[name].kind == "state"]
@@ -43,18 +43,18 @@ class Meter:
         logits = session.step(token_ids, query_lens=query_lens, active=active)
         plan = torch.zeros(rows, STEP_WORDS, dtype=torch.int32)
         plan[:, Step.SLOT] = torch.arange(rows) if active is None else torch.where(active, torch.arange(rows), -1)
-        plan[:, Step.COMMITTED] = cursors[:, Cursor.COMMITTED]
-        plan[:, Step.FOLDED] = cursors[:, Cursor.FOLDED]
-        plan[:, Step.FOLD_TO] = session.cursors[:rows, Cursor.FOLDED]
+        plan[:, Step.COMMITTED] = cursors[:, Cursor.COMMITTED].cpu()
+        plan[:, Step.FOLDED] = cursors[:, Cursor.FOLDED].cpu()
+        plan[:, Step.FOLD_TO] = session.cursors[:rows, Cursor.FOLDED].cpu()
         plan[:, Step.QUERY_LEN] = tokens if query_lens is None else query_lens
         live = plan[:, Step.SLOT] >= 0
-        changed = torch.stack([(a != b[:rows]).flatten(1).any(1) for a, b in zip(checkpoints, states)]).any(0)
+        changed = torch.stack([(a != b[:rows]).flatten(1).any(1) for a, b in zip(checkpoints, states)]).any(0).cpu()
         folds = plan[:, Step.FOLD_TO] > plan[:, Step.FOLDED]
         self.moved += self.size.moved(plan)
         self.steps += int(live.sum())
         self.rewrites += int((changed & live).sum())
         self.unexplained += int((changed != (folds & live)).sum())
-        return logits
+        return logits.cpu()
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Run:
 
 
 def admitted(session: Session, prompts: Prompts, chunk: int | None = None) -> Tensor:
-    """Every prompt in the slot of its index; logits of their last tokens ``[rows, vocab]``."""
+    """Every prompt in the slot of its index; logits of their last tokens ``[rows, vocab]``, on the host."""
     last = []
     for slot, prompt in enumerate(prompts):
         session.admit(slot)
-        last.append(session.prefill(slot, prompt, chunk))
+        last.append(session.prefill(slot, prompt, chunk).cpu())
     return torch.stack(last)
 
 
