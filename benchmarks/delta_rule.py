@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Timer
+from timing import Timer, launches_for
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS
 from trtllm_replayssm.plugins.device import delta_rule as device
@@ -86,11 +87,16 @@ class Case:
 
 
 class Run:
-    """The tensors of a case and its captured step; ``time`` sets what the step finds."""
+    """A case's layers, as many as keep the cache cold, captured together; ``time`` sets what their step finds."""
 
     def __init__(self, case: Case, timer: Timer, split: int | None) -> None:
-        self.case, self.timer = case, timer
-        rows, tokens, values = case.batch, case.tokens, case.heads[1]
+        self.case = case
+        self.step = torch.zeros(case.batch, STEP_WORDS, dtype=torch.int32, device="cuda")
+        layers = launches_for(case.floor_bytes(0, False, False))
+        self.measure = timer.captured([self.layer(split) for _ in range(layers)])
+
+    def layer(self, split: int | None) -> Callable[[], None]:
+        case, rows, tokens, values = self.case, self.case.batch, self.case.tokens, self.case.heads[1]
         pools = {
             n: p.allocate(rows, "cuda") for n, p in case.attributes.pools(ACTIVATION, case.state, ACTIVATION).items()
         }
@@ -101,7 +107,6 @@ class Run:
         inputs = tuple(torch.randn(rows, tokens, n, dtype=ACTIVATION, device="cuda") for n in case.widths)
         A_log, dt_bias = torch.rand(values, device="cuda"), torch.rand(case.widths[1], device="cuda")
         o = torch.empty(rows, tokens, values * DIM, dtype=ACTIVATION, device="cuda")
-        self.step = torch.zeros(rows, STEP_WORDS, dtype=torch.int32, device="cuda")
         bound = device.pool_tensors(pools)
         strides = device.strides_of(*inputs, bound)
         record = device.launch_record(case.shape, ACTIVATION, case.state, ACTIVATION, rows, tokens, strides)
@@ -109,7 +114,7 @@ class Run:
             kernel = device.variant(case.shape, ACTIVATION, case.state, ACTIVATION, tokens, split, True)
             record = type(record)(kernel, (values * split, rows, 1), record.integers)
         arguments = (*inputs, A_log, dt_bias, self.step, *bound), (o, *bound)
-        self.replay = timer.replayed(lambda: launch(record, *arguments))
+        return lambda: launch(record, *arguments)
 
     def time(self, histories: list[int], folds: list[bool], absorbs: bool) -> float:
         rows = torch.arange(self.case.batch, dtype=torch.int32)
@@ -120,7 +125,7 @@ class Run:
         plan = torch.zeros(len(rows), STEP_WORDS, dtype=torch.int32)
         plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3], plan[:, 4] = rows, committed, BASE, fold_to, self.case.tokens
         self.step.copy_(plan)
-        return self.timer.microseconds(self.replay)
+        return self.measure()
 
 
 def measure(case: Case, timer: Timer, bandwidth: float, split: int | None) -> dict[str, object]:

@@ -15,6 +15,7 @@
 // columns 16 p + 4 t + 0 ... 3 of pair p, of which 0 and 1 are columns 2 t, 2 t + 1 of its first block, 2 and 3 of its
 // second. As an operand, the same registers contract over key columns.
 #pragma once
+#include "async_copy.cuh"
 #include "delta_inputs.cuh"
 #include "mma.cuh"
 
@@ -32,10 +33,7 @@ constexpr bool CHUNKED = WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && key_warps
 constexpr int KEY_WARPS = key_warps(1) > 0 ? key_warps(1) : 1;
 constexpr int TILE_VALUES = 16 * WARPS / KEY_WARPS;  // value rows of the block's tile
 constexpr int PAIRS = CHUNKED ? KEY_DIM / KEY_WARPS / 16 : 1;
-constexpr int ENTRIES_A_WARP = CHUNK / WARPS;
-constexpr int VALUES_A_THREAD = (CHUNK * TILE_VALUES + THREADS - 1) / THREADS;
-// A prefill has the next chunk on its way while one is worked on; a decode step has no registers left for that.
-constexpr bool PREFETCH = TOKENS == 0;
+constexpr int SCALED_ENTRIES = CHUNK / WARPS;  // entries of a warp, in staging
 
 struct ChunkShared {
     float k[CHUNK][KEY_STRIDE];  // normalised; with per-channel decays, times exp(G) once the pairs are done
@@ -45,14 +43,9 @@ struct ChunkShared {
     float from_start[CHUNK], to_end[CHUNK];                               // exp(G), exp(G_last - G) of scalar decays
     float system[KEY_WARPS][TILE_VALUES][SYSTEM_STRIDE];                  // S0 k of each entry, then u
     float output[KEY_WARPS][TILE_VALUES][SYSTEM_STRIDE];                  // S0 q of each entry, then o
-    float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];                             // coefficients of u_i in u_j and o_j
+    float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];                             // coefficients of u_i in u_j, [i][j], and o_j, [j][i]
     float v[CHUNK][TILE_VALUES];
     float g[CHUNK], beta[CHUNK];
-};
-
-struct ChunkInputs {
-    Entry entries[ENTRIES_A_WARP];
-    float v[VALUES_A_THREAD];
 };
 
 struct ChunkTile {
@@ -96,109 +89,202 @@ struct ChunkTile {
 
     // ---- a chunk's inputs; rows behind its last entry are zero, with a decay of one -----------------------------------------
 
-    __device__ static int value_entry(int n) { return (threadIdx.x + n * THREADS) / TILE_VALUES; }
-    __device__ static int value_row(int n) { return (threadIdx.x + n * THREADS) % TILE_VALUES; }
-
-    __device__ void fetch_one(Entry& in, int from, int at, int count) const {
-        if (at < count) fetch_entry(w, lane(), from + at, in);
+    // Requests `N` elements for a row of shared memory, which holds them in their own type until they are converted there.
+    template <int N, typename T>
+    __device__ void request(float* to, const T* from) const {
+        for (int at = lane() * 16 / int(sizeof(T)); at < N; at += 512 / int(sizeof(T)))
+            copy_16_bytes(reinterpret_cast<T*>(to) + at, from + at);
     }
-    __device__ float fetch_one_value(int n, int from, int count) const {
-        return value_entry(n) < count ? fetch_value(w, from + value_entry(n), first + value_row(n)) : 0.0f;
-    }
-    __device__ void stage_one(Entry& in, int from, int at, int count) {
-        if (at < count) {
-            append_key(w, lane(), from + at, in, first == 0);
-            normalise(in, from + at >= w.row.history());
+    __device__ void request_entry(int at, int index) {
+        const int history = w.row.history(), token = index - history, row = w.history_row(index);
+        if (index < history) {
+            request<KEY_DIM>(shared.k[at], w.t.ring_k + w.ring_k_at(row));
+            request<TILE_VALUES>(shared.v[at], w.t.ring_v + w.ring_v_at(row) + first);
+            if constexpr (PER_CHANNEL) request<KEY_DIM>(shared.decay[at], w.t.ring_g + w.ring_g_at(row));
         } else {
-#pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i) in.k[i] = in.q[i] = in.g[i] = 0.0f;
+            request<KEY_DIM>(shared.k[at], w.k(token));
+            request<KEY_DIM>(shared.q[at], w.q(token));
+            request<TILE_VALUES>(shared.v[at], w.v(token) + first);
+            if constexpr (PER_CHANNEL)
+                request<KEY_DIM>(shared.decay[at], w.t.gate + w.token(token) * w.t.gate_stride + w.gate_at(0));
         }
-        store_padded(shared.k[at], lane(), in.k);
-        store_padded(shared.q[at], lane(), in.q);
-        if constexpr (PER_CHANNEL) store_padded(shared.decay[at], lane(), in.g);
-        const int index = at < count ? from + at : -1;  // an entry behind the last is no token
-        if constexpr (PER_CHANNEL)
-            finish_decays<PREFETCH ? LANE_COLS : 1>(w, lane(), index, shared.decay[at], first == 0);
+    }
+    // A row of shared memory as floats, from the type in which it was requested; `values` are this lane's columns.
+    template <typename T>
+    __device__ void unpack(const float* row, float (&values)[LANE_COLS]) const {
+        load_columns(reinterpret_cast<const T*>(row), lane(), values);
+    }
+    __device__ void convert_entry(int at, int index, float beta, float g) {
+        const bool is_token = index >= w.row.history();
+        float k[LANE_COLS], q[LANE_COLS], v[(TILE_VALUES + 31) / 32];
+        if (is_token)
+            unpack<ACT>(shared.k[at], k), unpack<ACT>(shared.q[at], q);
         else
-            shared.g[at] = finish_decay(w, index, 0, in.g[0], first == 0);
-        shared.beta[at] = at < count ? finish_beta(w, index, in.beta, first == 0) : 0.0f;
-    }
-    __device__ void stage_one_value(int n, int from, int count, float v) {
-        if (value_entry(n) >= CHUNK) return;
-        shared.v[value_entry(n)][value_row(n)] = v;
-        if (value_entry(n) < count) append_value(w, from + value_entry(n), first + value_row(n), v);
-    }
-
-    __device__ void fetch(ChunkInputs& in, int from, int count) const {
+            unpack<RING_K>(shared.k[at], k);
+        if (appends(w, index, first == 0) && w.leads_key_head())
+            store_columns(w.t.ring_k_out + w.ring_k_at(w.append_row(index - w.row.history())), lane(), k);
 #pragma unroll
-        for (int n = 0; n < ENTRIES_A_WARP; ++n) fetch_one(in.entries[n], from, warp() + n * WARPS, count);
-#pragma unroll
-        for (int n = 0; n < VALUES_A_THREAD; ++n) in.v[n] = fetch_one_value(n, from, count);
-    }
-    __device__ void stage(ChunkInputs& in, int from, int count) {
-#pragma unroll
-        for (int n = 0; n < ENTRIES_A_WARP; ++n) stage_one(in.entries[n], from, warp() + n * WARPS, count);
-#pragma unroll
-        for (int n = 0; n < VALUES_A_THREAD; ++n) stage_one_value(n, from, count, in.v[n]);
-    }
-    // Both at once, for fewer registers.
-    __device__ void fetch_and_stage(int from, int count) {
-#pragma unroll 1
-        for (int at = warp(); at < CHUNK; at += WARPS) {
-            Entry in;
-            fetch_one(in, from, at, count);
-            stage_one(in, from, at, count);
+        for (int n = 0; n < (TILE_VALUES + 31) / 32; ++n) {
+            const int r = lane() + 32 * n;
+            if (r >= TILE_VALUES) continue;
+            v[n] = is_token ? to_float(reinterpret_cast<const ACT*>(shared.v[at])[r])
+                            : to_float(reinterpret_cast<const RING*>(shared.v[at])[r]);
+            append_value(w, index, first + r, v[n]);
         }
+        float squares[2] = {dot(k, k), is_token ? dot(q, q) : 0.0f};
+        sum_all<32>(squares);
+        __syncwarp();  // every lane has read the row before any writes it
+        const float k_scale = rsqrtf(squares[0] + NORM_EPSILON);
+        const float q_scale = rsqrtf(squares[1] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+#pragma unroll
+        for (int i = 0; i < LANE_COLS; ++i) {
+            k[i] *= k_scale;
+            q[i] = is_token ? q[i] * q_scale : 0.0f;
+        }
+        store_padded(shared.k[at], lane(), k);
+        store_padded(shared.q[at], lane(), q);
+#pragma unroll
+        for (int n = 0; n < (TILE_VALUES + 31) / 32; ++n)
+            if (lane() + 32 * n < TILE_VALUES) shared.v[at][lane() + 32 * n] = v[n];
+        if constexpr (PER_CHANNEL) {
+            if (is_token) {
+                unpack<ACT>(shared.decay[at], k);
+                __syncwarp();
+                store_padded(shared.decay[at], lane(), k);
+            }
+            finish_decays<1>(w, lane(), index, shared.decay[at], first == 0);
+        } else {
+            shared.g[at] = finish_decay(w, index, 0, g, first == 0);
+        }
+        shared.beta[at] = finish_beta(w, index, beta, first == 0);
+    }
+    __device__ void clear_entry(int at) {
+        const float zeros[LANE_COLS] = {};
+        store_padded(shared.k[at], lane(), zeros);
+        store_padded(shared.q[at], lane(), zeros);
+        for (int r = lane(); r < TILE_VALUES; r += 32) shared.v[at][r] = 0.0f;
+        if constexpr (PER_CHANNEL)
+            for (int c = lane(); c < KEY_DIM; c += 32) shared.decay[at][c] = 1.0f;
+        shared.g[at] = shared.beta[at] = 0.0f;
+    }
+    // A warp stages entries warp, warp + 4, ...: all are requested before the first is waited for.
+    __device__ void stage(int from, int count) {
+        for (int at = warp(); at < count; at += WARPS) request_entry(at, from + at);
+        // Lane n has the scalars of the warp's n-th entry.
+        const int mine = from + warp() + lane() % SCALED_ENTRIES * WARPS, history = w.row.history();
+        float beta = 0.0f, g = 0.0f;
+        if (mine < history) {
+            beta = w.t.ring_beta[w.ring_beta_at(w.history_row(mine))];
+            if constexpr (!PER_CHANNEL) g = w.t.ring_g[w.ring_g_at(w.history_row(mine))];
+        } else if (mine < from + count) {
+            beta = w.beta_logit(mine - history);
+            if constexpr (!PER_CHANNEL) g = w.decay_logit(mine - history, 0);
+        }
+        wait_copies();
+        __syncwarp();
 #pragma unroll 1
-        for (int n = 0; n < VALUES_A_THREAD; ++n) stage_one_value(n, from, count, fetch_one_value(n, from, count));
+        for (int n = 0; n < SCALED_ENTRIES; ++n) {
+            const int at = warp() + n * WARPS;
+            const float entry_beta = __shfl_sync(~0u, beta, n), entry_g = __shfl_sync(~0u, g, n);
+            if (at < count)
+                convert_entry(at, from + at, entry_beta, entry_g);
+            else
+                clear_entry(at);
+        }
     }
 
-    // ---- coefficients of pairs -----------------------------------------------------------------------------------------
+    // ---- coefficients of pairs: kk[i][j] = beta_j (k_j . exp(G_j - G_i) k_i) for i < j, else zero, and -----------------------
+    // ---- qk[j][i] = q_j . exp(G_j - G_i) k_i for i <= j, else zero ---------------------------------------------------------
 
-    // kk[j][i] = beta_j (k_j . exp(G_j - G_i) k_i) for i < j, qk[j][i] = q_j . exp(G_j - G_i) k_i for i <= j. Eight lanes share
-    // entry i: they carry k_i forward through the decays and meet every later k_j and q_j.
-    __device__ void pair_entries(int count, bool outputs) {
+    // Scalar decays: products of all pairs, a warp for 8 columns i of either matrix.
+    __device__ void multiply_pairs(bool outputs) {
+        const int n = warp() % (CHUNK / 8);
+        if (warp() >= CHUNK / 4 || (warp() >= CHUNK / 8 && !outputs)) return;
+        const bool is_output = warp() >= CHUNK / 8;
+        const float(*rows)[KEY_STRIDE] = is_output ? shared.q : shared.k;
+        Accumulator sum[2] = {}, rest[2] = {};
+#pragma unroll 2
+        for (int p = 0; p < KEY_DIM / 16; ++p) {
+            float a[4], below[4] = {}, b[4];
+            load_vector<4>(&rows[g()][16 * p + 4 * t()], a);
+            if (CHUNK == 16) load_vector<4>(&rows[(g() + 8) % CHUNK][16 * p + 4 * t()], below);
+            load_vector<4>(&shared.k[8 * n + g()][16 * p + 4 * t()], b);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float operand[4] = {a[2 * half], below[2 * half], a[2 * half + 1], below[2 * half + 1]};
+                product(sum[half], rest[half], operand, b[2 * half], b[2 * half + 1]);
+            }
+        }
+        float exponent[4] = {};
+#pragma unroll
+        for (int m = 0; m < CHUNK; ++m) {
+            const float log_decay = shared.g[m];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                exponent[e] += m > 8 * n + 2 * t() + e % 2 && m <= g() + 8 * (e / 2) ? log_decay : 0.0f;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int j = g() + 8 * (e / 2), i = 8 * n + 2 * t() + e % 2;
+            if (j >= CHUNK) continue;
+            const float value = expf(exponent[e]) * (sum[0].v[e] + sum[1].v[e] + (rest[0].v[e] + rest[1].v[e]));
+            if (is_output)
+                shared.qk[j][i] = i <= j ? value : 0.0f;
+            else
+                shared.kk[i][j] = i < j ? shared.beta[j] * value : 0.0f;
+        }
+    }
+
+    // Decays per channel: eight lanes carry k_i forward through the decays and meet every later k_j and q_j.
+    template <bool OUTPUTS>
+    __device__ void carry_pairs() {
         constexpr int PART = KEY_DIM / 8;  // key columns of a lane: 4 (l + 8 m) + 0 ... 3
-        const int l = threadIdx.x % 8;
-        for (int i = threadIdx.x / 8; i < count; i += THREADS / 8) {
-            const unsigned lanes = 0xffu << (lane() / 8 * 8);
-            float carried[PART], scalar = 1.0f;
+        const int l = threadIdx.x % 8, i = threadIdx.x / 8;
+        if (i >= CHUNK) return;
+        float carried[PART];
 #pragma unroll
-            for (int m = 0; m < PART; m += 4) load_vector<4>(&shared.k[i][4 * l + 8 * m], carried + m);
-            for (int j = i; j < count; ++j) {
-                float sums[2] = {0.0f, 0.0f};
-                if (j > i && !PER_CHANNEL) scalar *= expf(shared.g[j]);
+        for (int m = 0; m < PART; m += 4) load_vector<4>(&shared.k[i][4 * l + 8 * m], carried + m);
+#pragma unroll 2
+        for (int j = 0; j < CHUNK; ++j) {
+            float k_sums[4] = {}, q_sums[4] = {};
 #pragma unroll
-                for (int m = 0; m < PART; m += 4) {
-                    float x[4];
-                    if (PER_CHANNEL && j > i) {
-                        load_vector<4>(&shared.decay[PER_CHANNEL ? j : 0][4 * l + 8 * m], x);
+            for (int m = 0; m < PART; m += 4) {
+                float x[4];
+                load_vector<4>(&shared.decay[PER_CHANNEL ? j : 0][4 * l + 8 * m], x);
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) carried[m + e] *= x[e];
-                    }
-                    load_vector<4>(&shared.k[j][4 * l + 8 * m], x);
+                for (int e = 0; e < 4; ++e) carried[m + e] *= j > i ? x[e] : 1.0f;
+                load_vector<4>(&shared.k[j][4 * l + 8 * m], x);
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[0] = fmaf(x[e], carried[m + e], sums[0]);
-                    if (!outputs) continue;
+                for (int e = 0; e < 4; ++e) k_sums[e] = fmaf(x[e], carried[m + e], k_sums[e]);
+                if constexpr (OUTPUTS) {
                     load_vector<4>(&shared.q[j][4 * l + 8 * m], x);
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[1] = fmaf(x[e], carried[m + e], sums[1]);
+                    for (int e = 0; e < 4; ++e) q_sums[e] = fmaf(x[e], carried[m + e], q_sums[e]);
                 }
-#pragma unroll
-                for (int offset = 4; offset; offset /= 2) {
-                    sums[0] += __shfl_xor_sync(lanes, sums[0], offset);
-                    sums[1] += __shfl_xor_sync(lanes, sums[1], offset);
-                }
-                if (l == 0) {
-                    shared.kk[j][i] = shared.beta[j] * scalar * sums[0];
-                    shared.qk[j][i] = scalar * sums[1];
-                }
+            }
+            float sums[2] = {(k_sums[0] + k_sums[1]) + (k_sums[2] + k_sums[3]), (q_sums[0] + q_sums[1]) + (q_sums[2] + q_sums[3])};
+            if constexpr (OUTPUTS) {
+                sum_scattered<8>(sums, l);
+                if (l == 0) shared.kk[i][j] = i < j ? shared.beta[j] * sums[0] : 0.0f;
+                if (l == 4) shared.qk[j][i] = i <= j ? sums[0] : 0.0f;
+            } else {
+                float one[1] = {sums[0]};
+                sum_all<8>(one);
+                if (l == 0) shared.kk[i][j] = i < j ? shared.beta[j] * one[0] : 0.0f;
             }
         }
     }
+    __device__ void pair_entries(bool outputs) {
+        if constexpr (!PER_CHANNEL)
+            multiply_pairs(outputs);
+        else if (outputs)
+            carry_pairs<true>();
+        else
+            carry_pairs<false>();
+    }
 
     // exp(G) and exp(G_last - G): one thread a channel, or a scalar's entry.
-    __device__ void spread_decays(int count) {
+    __device__ void spread_decays() {
         if constexpr (PER_CHANNEL) {
             for (int c = threadIdx.x; c < KEY_DIM; c += THREADS) {
                 float product = 1.0f, keys[CHUNK];
@@ -269,32 +355,33 @@ struct ChunkTile {
         mma_tf32(rest, high, b0 - high0, b1 - high1);
     }
 
+    // S0 k or S0 q of entry j at value row r, of all key columns.
+    __device__ static float read(const float (*parts)[TILE_VALUES][SYSTEM_STRIDE], int r, int j) {
+        float sum = parts[0][r][j];
+#pragma unroll
+        for (int part = 1; part < KEY_WARPS; ++part) sum += parts[part][r][j];
+        return sum;
+    }
+
     // The triangular system of one value row: S0 k to u, S0 q to o.
     __device__ void solve(int count, int first_output) {
         const int r = threadIdx.x;
         float u[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
-            if (j >= count) {
-                u[j] = 0.0f;
-                continue;
-            }
-            const float start = PER_CHANNEL ? 1.0f : shared.from_start[j];
-            float read = 0.0f;
+            const float stored = 8 * (j / 8) < count ? read(shared.system, r, j) : 0.0f;
+            u[j] = shared.beta[j] * fmaf(-stored, PER_CHANNEL ? 1.0f : shared.from_start[j], shared.v[j][r]);
+        }
 #pragma unroll
-            for (int part = 0; part < KEY_WARPS; ++part) read += shared.system[part][r][j];
-            float sum = shared.beta[j] * (shared.v[j][r] - start * read);
+        for (int i = 0; i < CHUNK; ++i)
 #pragma unroll
-            for (int i = 0; i < j; ++i) sum = fmaf(-shared.kk[j][i], u[i], sum);
-            u[j] = sum;
-            if (j < first_output) continue;
-            read = 0.0f;
+            for (int j = i + 1; j < CHUNK; ++j) u[j] = fmaf(-shared.kk[i][j], u[i], u[j]);
+#pragma unroll 1
+        for (int j = first_output; j < count; ++j) {
+            float sums[4] = {(PER_CHANNEL ? 1.0f : shared.from_start[j]) * read(shared.output, r, j), 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int part = 0; part < KEY_WARPS; ++part) read += shared.output[part][r][j];
-            float o = start * read;
-#pragma unroll
-            for (int i = 0; i <= j; ++i) o = fmaf(shared.qk[j][i], u[i], o);
-            shared.output[0][r][j] = o;
+            for (int i = 0; i < CHUNK; ++i) sums[i % 4] = fmaf(shared.qk[j][i], u[i], sums[i % 4]);
+            shared.output[0][r][j] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         }
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) shared.system[0][r][j] = u[j] * (PER_CHANNEL ? 1.0f : shared.to_end[j]);
@@ -333,22 +420,15 @@ struct ChunkTile {
     // ---- the chunk -----------------------------------------------------------------------------------------------------
 
     __device__ void take(int from, int to) {
-        ChunkInputs in;
-        if constexpr (PREFETCH) fetch(in, from, min(CHUNK, to - from));
 #pragma unroll 1
         for (; from < to; from += CHUNK) {
             const int count = min(CHUNK, to - from), first_output = max(w.row.history() - from, 0);
             __syncthreads();
-            if constexpr (PREFETCH)
-                stage(in, from, count);
-            else
-                fetch_and_stage(from, count);
+            stage(from, count);
             __syncthreads();
-            if constexpr (PREFETCH)
-                if (from + CHUNK < to) fetch(in, from + CHUNK, min(CHUNK, to - from - CHUNK));
-            pair_entries(count, first_output < count);
+            pair_entries(first_output < count);
             if constexpr (PER_CHANNEL) __syncthreads();
-            spread_decays(count);
+            spread_decays();
             __syncthreads();
 #pragma unroll
             for (int n = 0; n < CHUNK / 8; ++n) {
