@@ -39,7 +39,7 @@ def account(folder: HfFolder, family: Family, decoder: HybridDecoder, warn: Call
     for name in sorted(used):
         if folder.entries[name].dtype not in FLOAT_DTYPES:
             raise CheckpointError(
-                f"{name} has dtype {folder.entries[name].dtype}; quantised weights are not converted yet",
+                f"{name} has dtype {folder.entries[name].dtype}, and no quantisation of it is described",
                 "use the BF16 checkpoint",
             )
     for name, source in sources.items():
@@ -108,6 +108,11 @@ def check_leftovers(
 def check_tied_head(folder: HfFolder, name: str, embedding: Source) -> None:
     """Raises CheckpointError when a tied model brings a head that is not its embedding."""
     first = embedding.names[0]
+    if name in folder.quantised:
+        raise CheckpointError(
+            f"config.json ties the head to the embedding, but {name} is stored for itself, quantised",
+            "set tie_word_embeddings to what the model was trained with",
+        )
     alike = (folder.entries[name].dtype, folder.entries[name].shape) == (
         folder.entries[first].dtype,
         folder.entries[first].shape,

@@ -46,7 +46,8 @@ def convert(
 
     dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the model's own; weights that a layer keeps in float32
     stay so. tp_size: ranks of the tensor-parallel group. An earlier checkpoint at ``output_dir`` is replaced once the new
-    one is complete; on any failure it stays as it was. Peak memory is about the largest tensor and one rank's part of it.
+    one is complete; on any failure it stays as it was. Quantised weights are dequantised in float32 and rounded once. Peak
+    memory is about the largest tensor (in float32, where it is quantised) and one rank's part of it.
 
     Raises UserError, naming file and tensor, when the folder cannot be converted or the output cannot be written.
     """

@@ -28,6 +28,14 @@ DTYPE_BITS = (
     | {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
     | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 )
+#: dtypes in which tensors are read; scales that are powers of two come as the bytes that they are.
+READ_DTYPES = FLOAT_DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 #: The longest header that the reference implementation accepts.
 MAX_HEADER_BYTES = 100_000_000
 #: Most bytes of one read call; Linux reads less than 2 GiB at once.
@@ -124,13 +132,10 @@ class SafetensorsFile:
         return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, newly allocated. Raises CheckpointError when its dtype is not floating point."""
+        """One tensor, newly allocated. Raises CheckpointError when its dtype is none that weights are made from."""
         entry = self.entries[name]
-        if entry.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{self.path}: {name} has dtype {entry.dtype}; quantised weights are not converted yet",
-                "use the BF16 checkpoint",
-            )
+        if entry.dtype not in READ_DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has dtype {entry.dtype}, which is not read")
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         view, done = buffer.numpy().data, 0
         try:
@@ -143,7 +148,7 @@ class SafetensorsFile:
                 done += got
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error.strerror}") from None
-        return buffer.view(FLOAT_DTYPES[entry.dtype]).view(entry.shape)
+        return buffer.view(READ_DTYPES[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
         if self.descriptor is not None:

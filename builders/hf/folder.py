@@ -1,4 +1,7 @@
-"""A Hugging Face model folder: config.json, and tensors from one safetensors file or from indexed shards."""
+"""A Hugging Face model folder: config.json, and tensors from one safetensors file or from indexed shards.
+
+Quantised weights appear as the full-precision tensors that they stand for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.config import read_config
-from trtllm_replayssm.builders.hf.refusals import refuse_layout, refuse_quantised
+from trtllm_replayssm.builders.hf.quantised import QuantisedTensor, find_quantised
+from trtllm_replayssm.builders.hf.refusals import refuse_layout
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile, TensorEntry, unique_keys
 from trtllm_replayssm.builders.staging import real
 from trtllm_replayssm.errors import CheckpointError
@@ -24,10 +28,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class HfFolder:
-    """config: config.json as a dict. entries: dtype, shape and place of every tensor, from the files' headers alone.
+    """config: config.json as a dict. entries: dtype, shape and size of every tensor, from the files' headers alone.
+
+    quantised: those of the entries that are dequantised when they are read.
 
     Raises CheckpointError, in one sentence that names the file and the tensor, for every folder that is not in order.
-    ``warn`` is called for files that lie in the folder and are not used.
+    ``warn`` is called for files that lie in the folder and are not used, and once for weights that are quantised.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None] = logger.warning) -> None:
@@ -40,7 +46,6 @@ class HfFolder:
             raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json")
         refuse_layout(path)
         self.config = read_config(path / "config.json")
-        refuse_quantised(path, self.config)
         single, index = path / SINGLE_FILE, path / INDEX_FILE
         if os.path.exists(single):
             self.files = [self.unindexed(index)]
@@ -52,9 +57,17 @@ class HfFolder:
                 "download the whole checkpoint; shards cannot be read without their index",
             )
         self.owners = {name: file for file in self.files for name in file.entries}
-        self.entries: dict[str, TensorEntry] = {name: file.entries[name] for name, file in self.owners.items()}
+        stored = {name: file.entries[name] for name, file in self.owners.items()}
+        found = find_quantised(path, self.config, stored)
+        self.quantised = found.weights
+        self.entries: dict[str, TensorEntry | QuantisedTensor] = {
+            **{name: entry for name, entry in stored.items() if name not in found.replaced},
+            **found.weights,
+        }
         self.refuse_mlx()
         self.warn_strays()
+        for note in found.notes:
+            warn(note)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -62,7 +75,12 @@ class HfFolder:
         return {name: entry.shape for name, entry in self.entries.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, read now and not kept. Raises CheckpointError for quantised dtypes and unreadable files."""
+        """One tensor, read now and not kept; float32 where it is stored quantised.
+
+        Raises CheckpointError for dtypes that hold no weights, unreadable files, and scales that contradict the values.
+        """
+        if name in self.quantised:
+            return self.quantised[name].read(lambda part: self.owners[part].read(part))
         return self.owners[name].read(name)
 
     def close(self) -> None:
@@ -149,7 +167,7 @@ class HfFolder:
         for name, shape in self.shapes.items():
             if name.endswith("conv1d.weight") and len(shape) == 3 and shape[1] > 1 and shape[2] == 1:
                 raise CheckpointError(
-                    f"{self.owners[name].path}: {name} has MLX layout {list(shape)}", "use the original checkpoint"
+                    f"{self.path}: {name} has MLX layout {list(shape)}", "use the original checkpoint"
                 )
 
     def warn_strays(self) -> None:

@@ -18,6 +18,7 @@ from trtllm_replayssm.errors import CheckpointError
 def model_dtype(folder: HfFolder, asked: str) -> str:
     """``asked``, or for ``auto`` the dtype that config.json names, or else the one that most bytes of the weights have.
 
+    Of a quantised checkpoint, the dtype named is that of its activations, and only weights in full precision count.
     Raises CheckpointError for a dtype that is not one of MODEL_DTYPES.
     """
     if asked != "auto":
@@ -28,8 +29,8 @@ def model_dtype(folder: HfFolder, asked: str) -> str:
     named = next((level[key] for level in levels for key in ("dtype", "torch_dtype") if level.get(key)), None)
     if named is None:
         sizes: Counter[str] = Counter()
-        for entry in folder.entries.values():
-            if entry.dtype in FLOAT_DTYPES:
+        for name, entry in folder.entries.items():
+            if entry.dtype in FLOAT_DTYPES and name not in folder.quantised:
                 sizes[str(FLOAT_DTYPES[entry.dtype])] += entry.nbytes
         named = sizes.most_common(1)[0][0] if sizes else None
     dtype = str(named).removeprefix("torch.")

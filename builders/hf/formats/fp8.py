@@ -1,0 +1,82 @@
+"""FP8: E4M3 values with one scale for the tensor, one for each row, or one for each block of rows and columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """``weight = E4M3 * scale``. scale: name of the scale's tensor; it is a multiplier even where it is called an inverse."""
+
+    scale: str = "weight_scale"
+
+    @property
+    def label(self) -> str:
+        return "FP8 per tensor"
+
+    def width(self, stored: int) -> int:
+        return stored
+
+    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+        return SCALAR
+
+    def parts(self, n: int, k: int) -> dict[str, Part]:
+        return {
+            "weight": Part(("F8_E4M3",), ((n, k),)),
+            self.scale: Part(SCALE_DTYPES, self.scale_shapes(n, k)),
+            "input_scale": Part(SCALE_DTYPES, SCALAR, required=False),
+        }
+
+    def row_scales(self, scale: Tensor, rows: slice, k: int) -> Tensor:
+        """Scales that fit the rows ``[len(rows), k]``."""
+        return scale
+
+    def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
+        return parts["weight"][rows].float() * self.row_scales(parts[self.scale].float(), rows, k)
+
+
+@dataclass(frozen=True)
+class ChannelFp8(Fp8):
+    """One scale a row."""
+
+    @property
+    def label(self) -> str:
+        return "FP8 per channel"
+
+    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+        return ((n,), (n, 1))
+
+    def row_scales(self, scale: Tensor, rows: slice, k: int) -> Tensor:
+        return scale[rows].view(-1, 1)
+
+
+@dataclass(frozen=True)
+class BlockFp8(Fp8):
+    """One scale for ``block`` rows and columns; blocks at the lower and right edges may be smaller.
+
+    The blocks of stacked matrices begin anew with every matrix. A tensor that joins two matrices by rows has the blocks of
+    the whole; scales of parts that were quantised apart do not fit its shape and are refused.
+    """
+
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def label(self) -> str:
+        return "FP8 in blocks of {}x{}".format(*self.block)
+
+    @property
+    def row_block(self) -> int:
+        return self.block[0]
+
+    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+        return ((-(-n // self.block[0]), -(-k // self.block[1])),)
+
+    def row_scales(self, scale: Tensor, rows: slice, k: int) -> Tensor:
+        down, across = self.block
+        own = scale[rows.start // down : -(-rows.stop // down)]
+        return own.repeat_interleave(down, 0)[: rows.stop - rows.start].repeat_interleave(across, 1)[:, :k]

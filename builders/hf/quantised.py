@@ -1,0 +1,168 @@
+"""Quantised weights as the full-precision tensors that they stand for.
+
+The tensors of a quantised module (values, scales) become one virtual tensor under the name and with the shape that the
+weight has in the full-precision checkpoint, so that families need not know of it. Which modules are quantised is told
+twice, by the tensors and by the description, and both must agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trtllm_replayssm.builders.hf.description import Description, agreed_format, read_descriptions
+from trtllm_replayssm.builders.hf.formats.base import Format, Shape
+from trtllm_replayssm.builders.safetensors_reader import FLOAT_DTYPES, TensorEntry
+from trtllm_replayssm.errors import CheckpointError
+
+#: Tensors beside a weight that only quantised modules have, in any format.
+SCALES = (
+    *("weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "weight_shape"),
+    *("weight_zero_point", "weight_g_idx", "input_scale", "input_global_scale", "pre_quant_scale"),
+    *("svdquant_lora_a", "svdquant_lora_b"),
+)
+#: ``module.part``; a parameter that is no module's weight, as fused experts are, has ``parameter_part``.
+PART = re.compile(rf"(?P<module>.+)(?P<joint>[._])(?P<part>{'|'.join(sorted(SCALES, key=len, reverse=True))})")
+BARE_SCALE_INV = re.compile(r"(?P<module>.+_proj)_scale_inv")
+#: Scales of a quantised KV cache, which this package does not keep quantised.
+CACHE_SCALE = re.compile(r".+\.[kv]_scale")
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """A weight ``shape`` that is stored quantised. parts: stored tensors by part. nbytes: of all parts."""
+
+    module: str
+    format: Format
+    parts: dict[str, str]
+    shape: Shape
+    nbytes: int
+    dtype: str = "F32"
+
+    def read(self, read: Callable[[str], Tensor]) -> Tensor:
+        """float32, computed from the parts, each of which is read once."""
+        parts = {part: read(name) for part, name in self.parts.items() if part not in self.format.aside}
+        return self.format.dequantise(self.module, parts, self.shape)
+
+
+@dataclass
+class QuantisedWeights:
+    """weights: by the name of the full-precision tensor. replaced: stored tensors that nobody else may use. notes: what a
+    user should know, one sentence each."""
+
+    weights: dict[str, QuantisedTensor] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_quantised(path: Path, config: dict[str, Any], entries: dict[str, TensorEntry]) -> QuantisedWeights:
+    """The quantised weights among a folder's tensors.
+
+    Raises CheckpointError, naming the module, where tensors and descriptions contradict each other; UnsupportedModelError
+    for formats that are not read.
+    """
+    descriptions = read_descriptions(path, config)
+    found = QuantisedWeights()
+    for module, (name, parts) in quantised_modules(entries).items():
+        format = described_format(path, descriptions, module, parts, entries)
+        shape = format.check(module, parts, entries)
+        found.weights[name] = QuantisedTensor(
+            module, format, parts, shape, sum(entries[part].nbytes for part in parts.values())
+        )
+        found.replaced.update(parts.values())
+    check_tables(descriptions, found, entries)
+    claiming = [description for description in descriptions if description.claims]
+    if claiming and not found.weights:
+        raise CheckpointError(
+            f"{claiming[0].where} describes quantised weights ({claiming[0].name}), but {path} has none",
+            "remove the description if the weights are in full precision",
+        )
+    if descriptions:
+        cache_scales = sorted(name for name in entries if CACHE_SCALE.fullmatch(name))
+        found.replaced.update(cache_scales)
+        found.notes += notes(path, descriptions, found, cache_scales)
+    return found
+
+
+def quantised_modules(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, dict[str, str]]]:
+    """Modules with tensors that only quantised ones have: the weight's full-precision name, and the tensors by part."""
+    weights: dict[str, str] = {}
+    parts: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, entry in entries.items():
+        match = PART.fullmatch(name)
+        if match:
+            module = match["module"]
+            weights[module] = f"{module}.weight" if match["joint"] == "." else module
+            parts[module][match["part"]] = name
+        elif match := BARE_SCALE_INV.fullmatch(name):
+            weights[match["module"]] = match["module"]
+            parts[match["module"]]["weight_scale_inv"] = name
+        elif name.endswith(".weight") and entry.dtype not in FLOAT_DTYPES:
+            module = name.removesuffix(".weight")
+            weights[module] = name
+            parts[module]["weight"] = name
+    for module, weight in weights.items():
+        if weight in entries:
+            parts[module]["weight"] = weight
+    return {module: (weights[module], parts[module]) for module in parts}
+
+
+def described_format(
+    path: Path, descriptions: list[Description], module: str, parts: dict[str, str], entries: dict[str, TensorEntry]
+) -> Format:
+    """The format of a module that is quantised according to its tensors."""
+    name = next(iter(sorted(parts.values())))
+    if not descriptions:
+        raise CheckpointError(
+            f"{name} has dtype {entries[name].dtype} and belongs to a quantised weight, but neither config.json nor"
+            f" hf_quant_config.json in {path} describes one",
+            "download these files too, or use the BF16 checkpoint",
+        )
+    format = agreed_format(descriptions, module)
+    if format is None:
+        raise CheckpointError(
+            f"{module} has tensors of a quantised weight ({', '.join(sorted(parts))}), but"
+            f" {' and '.join(d.where for d in descriptions)} says that it is not quantised",
+            "the description and the tensors belong to different checkpoints",
+        )
+    return format
+
+
+def check_tables(descriptions: list[Description], found: QuantisedWeights, entries: dict[str, TensorEntry]) -> None:
+    """Raises CheckpointError for modules that a table names as quantised and whose weight is a plain one.
+
+    General statements are no contradiction: they speak of linear layers, and routers or embeddings may be none.
+    """
+    for name, entry in entries.items():
+        if name in found.weights or not name.endswith(".weight"):
+            continue
+        module = name.removesuffix(".weight")
+        for description in descriptions:
+            format = agreed_format(descriptions, module) if description.table.named(module) else None
+            if format is not None:
+                raise CheckpointError(
+                    f"{description.where} says that {module} is {format.label}, but {name} is {entry.dtype} without scales",
+                    "the description and the tensors belong to different checkpoints",
+                )
+
+
+def notes(path: Path, descriptions: list[Description], found: QuantisedWeights, cache_scales: list[str]) -> list[str]:
+    counts = Counter(weight.format.label for weight in found.weights.values())
+    counted = ", ".join(f"{count} of {label}" for label, count in counts.most_common())
+    said = []
+    if counts:
+        said.append(
+            f"{path} is quantised ({descriptions[0].name}); its weights are dequantised: {sum(counts.values())} modules,"
+            f" {counted}"
+        )
+    if cache_scales:
+        said.append(
+            f"left out {len(cache_scales)} scales of a quantised KV cache (k_scale, v_scale): the cache is not quantised"
+        )
+    return said
