@@ -159,8 +159,7 @@ class QuickPlugin:
         types = [TYPE_NAMES[self.tensorrt.torch_dtype(given[name].dtype)] for name in given]
         pools = [types[tuple(given).index(name)] for name in self.definition.pools]
         result = types[tuple(given).index(self.definition.tokens_of)]
-        tactic = tactic_of(bounds(given[self.definition.tokens_of].shape)[1][1])
-        return [self.trtp.AutoTuneCombination(", ".join((*types, result, *pools)), "LINEAR", [tactic])]
+        return [self.trtp.AutoTuneCombination(", ".join((*types, result, *pools)), "LINEAR", [self.tactic(given)])]
 
     def kernel(self, given: dict[str, Any], values: dict[str, Any], tactic: int) -> tuple[str, bytes, Any, Any]:
         """Entry point, PTX, launch parameters and integer arguments, for the shapes of the profile at hand.
@@ -169,9 +168,8 @@ class QuickPlugin:
         another profile than the shapes would be launched on the wrong number of tokens: it is refused.
         """
         record = self.record(given, values)
-        expected = tactic_of(bounds(given[self.definition.tokens_of].shape)[1][1])
-        if tactic != expected:
-            self.refuse(f"tactic {tactic} was asked for shapes of tactic {expected}")
+        if tactic != self.tactic(given):
+            self.refuse(f"tactic {tactic} was asked for shapes of tactic {self.tactic(given)}")
         binary = compile_kernel(record.kernel, values["arch"])
         launch = self.trtp.KernelLaunchParams()
         grid = (expression(size, self.trtp) for size in record.grid)
@@ -183,26 +181,32 @@ class QuickPlugin:
         return record.kernel.symbol, binary.ptx, launch, arguments
 
     def record(self, given: dict[str, Any], values: dict[str, Any]) -> Launch:
-        """The launch record of the embedded engine, with rows and T symbolic where the profile leaves them open."""
+        """The launch record of the embedded engine, with rows and T symbolic where the profile leaves them open.
+
+        Whatever the record decides, it decides for the usual number of rows and the largest T.
+        """
         source = given[self.definition.tokens_of]
-        (usual, most), symbols = bounds(source.shape), source.shape_expr
-        rows = Symbolic(usual[0], lambda _: symbols[0])
-        count = Symbolic(most[1], lambda _: symbols[1])
+        least, usual, most = bounds(source.shape)
         bound = {
-            name: Bound(self.tensorrt.torch_dtype(tensor.dtype), bounds(tensor.shape)[1][-1])
+            name: Bound(self.tensorrt.torch_dtype(tensor.dtype), bounds(tensor.shape)[2][-1])
             for name, tensor in given.items()
         }
-        return self.definition.launch(from_plugin(self.definition, values), bound, rows, count)
+        sizes = [
+            value if least[axis] == most[axis] else Symbolic(value, lambda _, axis=axis: source.shape_expr[axis])
+            for axis, value in enumerate((usual[0], most[1]))
+        ]
+        return self.definition.launch(from_plugin(self.definition, values), bound, *sizes)
+
+    def tactic(self, given: dict[str, Any]) -> int:
+        """The tactic of the profile that is being built."""
+        return min(bounds(given[self.definition.tokens_of].shape)[2][1], PREFILL_TACTIC)
 
 
-def bounds(shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Usual and largest sizes of a tensor in the profile that is being built."""
-    return (tuple(shape.opt), tuple(shape.max)) if shape.is_dynamic else (tuple(shape), tuple(shape))
-
-
-def tactic_of(tokens: int) -> int:
-    """The tactic of a profile whose longest step has so many tokens."""
-    return min(tokens, PREFILL_TACTIC)
+def bounds(shape: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Least, usual and largest sizes of a tensor in the profile that is being built."""
+    if not shape.is_dynamic:
+        return (tuple(shape),) * 3
+    return tuple(shape.min), tuple(shape.opt), tuple(shape.max)
 
 
 #: ``tensorrt.plugin``'s names of types.

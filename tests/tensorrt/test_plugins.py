@@ -104,7 +104,7 @@ CASES = [
             "ring_dt": pool(64 * 20),
         },
         [tokens(4096), pool(64 * 64 * 128), pool(64 * 20 * 64, BF16), pool(8 * 20 * 128, BF16), pool(64 * 20)],
-        {"prefill": "mamba2_recurrent", "decode": "mamba2_step", "verify": "mamba2_step"},
+        {"prefill": "mamba2_prefill", "decode": "mamba2_step", "verify": "mamba2_step"},
     ),
     Case(
         "gated_delta",
