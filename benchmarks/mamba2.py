@@ -97,7 +97,10 @@ class Run:
 def measure(case: Case, timer: Timer, bandwidth: float, heads: int | None) -> dict[str, object]:
     run, window = Run(case, timer, heads), case.window
     result: dict[str, object] = {
-        "model": case.model, "batch": case.batch, "tokens": case.tokens, "state": str(case.state).split(".")[1]
+        "model": case.model,
+        "batch": case.batch,
+        "tokens": case.tokens,
+        "state": str(case.state).split(".")[1],
     }
 
     def fraction(histories: list[int], folds: list[bool], time: float) -> float:
@@ -109,7 +112,10 @@ def measure(case: Case, timer: Timer, bandwidth: float, heads: int | None) -> di
         times = [run.time([h], [f]) for h, f in zip(histories, folds, strict=True)]
         mean, mixed = statistics.mean(times), run.time(histories, folds)
         result |= {"h0": times[0], "h8": times[8], "flush": times[-1], "mean": mean, "mixed": mixed, "times": times}
-        result |= {"mean_of_floor": fraction(histories, folds, mean), "mixed_of_floor": fraction(histories, folds, mixed)}
+        result |= {
+            "mean_of_floor": fraction(histories, folds, mean),
+            "mixed_of_floor": fraction(histories, folds, mixed),
+        }
         result["h8_of_floor"] = fraction([8], [False], times[8])
     else:
         half = (window - case.tokens) // 2
@@ -139,7 +145,9 @@ def main() -> None:
                 for batch in options.batch:
                     case = Case(model, batch, tokens, getattr(torch, state))
                     results.append(measure(case, timer, bandwidth, options.heads_per_block))
-                    shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in results[-1].items() if k != "times"}
+                    shown = {
+                        k: round(v, 2) if isinstance(v, float) else v for k, v in results[-1].items() if k != "times"
+                    }
                     print(*(f"{k}={v}" for k, v in shown.items()), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"copy_tb_s": bandwidth, "results": results}, indent=1))

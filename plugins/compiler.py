@@ -10,9 +10,12 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.launch import Kernel
@@ -131,7 +134,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 # ---- NVRTC -----------------------------------------------------------------------------------------------------------
 
 
-def load_nvrtc():  # noqa: ANN201 - the module of an optional dependency
+def load_nvrtc() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
 
@@ -165,13 +168,13 @@ def run_nvrtc(kernel: Kernel, options: tuple[str, ...]) -> Binary:
     return Binary(ptx, cubin, log)
 
 
-def fetch(size_of, read, program) -> bytes:  # noqa: ANN001 - NVRTC's functions and handle
+def fetch(size_of: Callable[..., Any], read: Callable[..., Any], program: Any) -> bytes:
     content = bytes(checked(size_of(program)))
     checked(read(program, content))
     return content
 
 
-def checked(result: tuple):  # noqa: ANN201 - whatever the call returns
+def checked(result: tuple[Any, ...]) -> Any:
     """The values of a CUDA call's result tuple, or RuntimeError with the status it reports."""
     status, *values = result
     if int(status) != 0:

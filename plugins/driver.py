@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +29,10 @@ def launch(record: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Te
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         types = (pointer,) * len(inputs) + (integer,) * len(record.integers) + (pointer,) * len(outputs)
         stream = torch.cuda.current_stream(device).cuda_stream
-        checked(
-            driver.cuLaunchKernel(function, *record.grid, record.kernel.block, 1, 1, 0, stream, (values, types), 0)
-        )
+        checked(driver.cuLaunchKernel(function, *record.grid, record.kernel.block, 1, 1, 0, stream, (values, types), 0))
 
 
-@lru_cache(maxsize=None)
+@cache
 def loaded_function(kernel: Kernel, device: int) -> Any:
     """The driver's handle of a kernel, compiled and loaded into the primary context of ``device``."""
     from cuda.bindings import driver

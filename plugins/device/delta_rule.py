@@ -82,7 +82,7 @@ def variant(
     aligned: bool,
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
-    defines = (
+    defines: tuple[tuple[str, str | int | float], ...] = (
         ("ACT", CUDA_TYPES[activation]),
         ("STATE", CUDA_TYPES[state]),
         ("RING", CUDA_TYPES[ring]),

@@ -51,7 +51,8 @@ def variants() -> list[Kernel]:
 
     def compiled(heads, dims, state, tokens, split=1, activation=bf16):
         rows = 16 + (tokens if 1 < tokens <= 16 else 0)
-        shape = shape_of(GatedDeltaAttributes(*heads, *dims, 16, rows))
+        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+        shape = shape_of(GatedDeltaAttributes(key_heads, value_heads, key_dim, value_dim, 16, rows))
         return variant(shape, activation, state, activation, tokens, split, True)
 
     return [

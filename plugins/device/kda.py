@@ -52,7 +52,8 @@ def variants() -> list[Kernel]:
 
     def compiled(dims, state, tokens, split=1, bound=None, activation=bf16):
         rows = 16 + (tokens if 1 < tokens <= 16 else 0)
-        shape = shape_of(KdaAttributes(32, *dims, 16, rows, bound))
+        key_dim, value_dim = dims
+        shape = shape_of(KdaAttributes(32, key_dim, value_dim, 16, rows, bound))
         return variant(shape, activation, state, activation, tokens, split, True)
 
     return [

@@ -26,7 +26,9 @@ def test_advance_equals_reference(tokens, window):
     cursors = torch.zeros(slots, CURSOR_WORDS, dtype=torch.int32)
     cursors[:, 1] = torch.tensor([rng.choice([0, rng.randint(0, 9000)]) for _ in range(slots)])
     cursors[:, 0] = cursors[:, 1] + torch.tensor([rng.randint(0, window) for _ in range(slots)])
-    slot_ids = torch.tensor([slot if rng.random() < 0.9 else -1 for slot in rng.sample(range(slots), rows)], dtype=torch.int32)
+    slot_ids = torch.tensor(
+        [slot if rng.random() < 0.9 else -1 for slot in rng.sample(range(slots), rows)], dtype=torch.int32
+    )
     query_lens = torch.tensor([rng.randint(1, tokens) for _ in range(rows)], dtype=torch.int32)
     modes = torch.tensor([rng.randint(0, 2) for _ in range(rows)], dtype=torch.int32)
     attributes, on_gpu = AdvanceAttributes(window), cursors.cuda()
@@ -44,7 +46,9 @@ def test_causal_conv(dtype, tokens, kernel, channels, bias):
     attributes = CausalConvAttributes(channels, kernel, kernel - 1 + verify)
     slots = rng.sample(range(rows + 2), rows)
     plans = [
-        harness.RowPlan(slot, committed, 0, 0, rng.randint(1, tokens)) if rng.random() < 0.9 else harness.RowPlan(-1, 0, 0, 0, 0)
+        harness.RowPlan(slot, committed, 0, 0, rng.randint(1, tokens))
+        if rng.random() < 0.9
+        else harness.RowPlan(-1, 0, 0, 0, 0)
         for slot, committed in zip(slots, [0, 1, 2, 3, 4, 7, 100, 1001, 5003], strict=True)
     ]
     pool = attributes.pools(dtype)["conv_ring"].allocate(rows + 2).fill_(float("nan"))

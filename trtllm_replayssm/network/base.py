@@ -279,12 +279,21 @@ class Network(ABC):
         """
         n, rows, width = self.shape(up)
         inner = rows // 2 if activation == "swiglu" else rows
-        self.require("experts", self.shape(x)[-1] == width and self.shape(down) == (n, width, inner), x=x, up=up, down=down)
+        self.require(
+            "experts", self.shape(x)[-1] == width and self.shape(down) == (n, width, inner), x=x, up=up, down=down
+        )
         return self._experts(x, indices, weights, up, down, activation, limit)
 
     @abstractmethod
     def _experts(
-        self, x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, limit: float | None
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        activation: str,
+        limit: float | None,
     ) -> Tensor: ...
 
     # ---- tensor parallelism ------------------------------------------------------------------------------------------
@@ -342,7 +351,9 @@ class Network(ABC):
         width = a.num_heads * a.head_dim + 2 * a.n_groups * a.state_size
         self.require("mamba2", self.shape(xbc)[-1] == width and self.shape(dt)[-1] == a.num_heads, xbc=xbc, dt=dt)
         per_head = (a.num_heads,)
-        self.require("mamba2", all(self.shape(t) == per_head for t in (A_log, dt_bias, D)), A_log=A_log, dt_bias=dt_bias, D=D)
+        self.require(
+            "mamba2", all(self.shape(t) == per_head for t in (A_log, dt_bias, D)), A_log=A_log, dt_bias=dt_bias, D=D
+        )
         self._require_pools("mamba2", attributes, pools)
         return self._mamba2(attributes, xbc, dt, A_log, dt_bias, D, pools)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,12 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.implementation import Implementation, implementation
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class TorchNetwork(Network):
@@ -69,7 +75,7 @@ class TorchNetwork(Network):
         return (normed * (1 + weight.float() if zero_centred else weight.float())).to(x.dtype)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        return {"silu": F.silu, "sigmoid": torch.sigmoid, "relu2": lambda t: F.relu(t).square()}[kind](x)
+        return ACTIVATIONS[kind](x)
 
     def _add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -174,7 +180,14 @@ class TorchNetwork(Network):
         return scores.masked_fill(~kept.repeat_interleave(scores.shape[-1] // n_group, -1), float("-inf"))
 
     def _experts(
-        self, x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, limit: float | None
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        activation: str,
+        limit: float | None,
     ) -> Tensor:
         flat, chosen = x.flatten(0, -2), indices.flatten(0, -2).long()
         share = weights.flatten(0, -2).float()
@@ -183,7 +196,8 @@ class TorchNetwork(Network):
             token, place = (chosen == expert).nonzero(as_tuple=True)
             hidden = F.linear(flat[token].to(up.dtype), up[expert])
             if activation == "swiglu":
-                hidden = self.swiglu(*hidden.chunk(2, -1), limit)
+                first, second = hidden.chunk(2, -1)
+                hidden = self.swiglu(first, second, limit)
             else:
                 hidden = F.relu(hidden).square()
             out.index_add_(0, token, F.linear(hidden, down[expert]).float() * share[token, place, None])
