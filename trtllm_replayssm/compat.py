@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from trtllm_replayssm.errors import EngineError
@@ -31,6 +32,8 @@ PACKAGES: dict[Flavour, str] = {
     "tensorrt": "pip install 'trtllm-replayssm[tensorrt]'",
     "tensorrt_rtx": "pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
 }
+#: From this NumPy on, an array of one element is no number; from this TensorRT on, its plugin module knows that.
+NUMPY_STRICT, NUMPY_FIXED = (2, 4), (11, 2)
 #: Compute capabilities (major) on which the native mixture-of-experts layer exists.
 MOE_CAPABILITIES = (10, 11)
 
@@ -89,6 +92,15 @@ class TensorRT:
     def torch_dtype(self, dtype: Any) -> torch.dtype:
         """torch's name of a TensorRT dtype."""
         return next(known for known in TYPE_NAMES if self.dtype(known) == dtype)
+
+    def check_numpy(self, numpy_version: str = np.__version__) -> None:
+        """Raises EngineError when this TensorRT's plugin module cannot read numbers from this NumPy's arrays."""
+        found = tuple(int(n) for n in re.findall(r"\d+", numpy_version)[:2])
+        if self.version < NUMPY_FIXED and found >= NUMPY_STRICT:
+            raise EngineError(
+                f"TensorRT {'.'.join(map(str, self.version))} does not work with NumPy {numpy_version}",
+                "pip install 'numpy<2.4', or use TensorRT 11.2 or later",
+            )
 
     def create_network(self, builder: Any) -> Any:
         """An empty strongly typed network, the only kind from 11.0 on."""

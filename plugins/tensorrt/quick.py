@@ -15,15 +15,16 @@ import torch
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins import PLUGIN_NAMESPACE
-from trtllm_replayssm.plugins.compiler import compile_kernel
+from trtllm_replayssm.plugins.compiler import architecture, compile_kernel
 from trtllm_replayssm.plugins.launch import Launch
 from trtllm_replayssm.plugins.tensorrt.definitions import ANY, DEFINITIONS, Bound, Definition
 from trtllm_replayssm.plugins.tensorrt.symbolic import Symbolic, expression
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
-#: Attributes that every layer has besides its own. arch: what its kernel is compiled for. aliased: whether its pools are
-#: declared to TensorRT as one memory, in and out; otherwise the caller binds both to one address.
-COMMON_ATTRIBUTES: dict[str, type] = {"arch": str, "aliased": bool}
+#: Attributes that every layer has besides its own. compute_capability: of the GPU its kernel is compiled for, ten times the
+#: major version plus the minor one (a number, because 10.14 loses the characters of a string). aliased: whether its pools
+#: are declared to TensorRT as one memory, in and out; otherwise the caller binds both to one address.
+COMMON_ATTRIBUTES: dict[str, type] = {"compute_capability": int, "aliased": bool}
 #: Tactic of a prefill chunk; that of a decode or verify step is its number of tokens.
 PREFILL_TACTIC = MAX_VERIFY_TOKENS + 1
 
@@ -35,6 +36,7 @@ def register_plugins(tensorrt: TensorRT) -> Any:
     """
     if not tensorrt.features.plugins:
         raise EngineError(f"{tensorrt.flavour} has no plugin layers", "build with TensorRT itself")
+    tensorrt.check_numpy()
     trtp = importlib.import_module(f"{tensorrt.module.__name__}.plugin")
     if not hasattr(trtp, "aot_impl"):
         raise EngineError("this TensorRT cannot compile Python plugins ahead of time", "use TensorRT 10.14 or later")
@@ -91,14 +93,14 @@ def attribute_types(definition: Definition) -> dict[str, type]:
     return own | COMMON_ATTRIBUTES
 
 
-def to_plugin(definition: Definition, attributes: Any, arch: str, aliased: bool) -> dict[str, Any]:
+def to_plugin(definition: Definition, attributes: Any, capability: tuple[int, int], aliased: bool) -> dict[str, Any]:
     """An attributes dataclass as TensorRT attributes."""
     own = {
         name: math.nan if getattr(attributes, name) is None else kind(getattr(attributes, name))
         for name, kind in attribute_types(definition).items()
         if name not in COMMON_ATTRIBUTES
     }
-    return own | {"arch": arch, "aliased": aliased}
+    return own | {"compute_capability": 10 * capability[0] + capability[1], "aliased": aliased}
 
 
 def from_plugin(definition: Definition, values: dict[str, Any]) -> Any:
@@ -170,7 +172,7 @@ class QuickPlugin:
         record = self.record(given, values)
         if tactic != self.tactic(given):
             self.refuse(f"tactic {tactic} was asked for shapes of tactic {self.tactic(given)}")
-        binary = compile_kernel(record.kernel, values["arch"])
+        binary = compile_kernel(record.kernel, architecture(*divmod(values["compute_capability"], 10)))
         launch = self.trtp.KernelLaunchParams()
         grid = (expression(size, self.trtp) for size in record.grid)
         launch.grid_x, launch.grid_y, launch.grid_z = grid
@@ -191,10 +193,11 @@ class QuickPlugin:
             name: Bound(self.tensorrt.torch_dtype(tensor.dtype), bounds(tensor.shape)[2][-1])
             for name, tensor in given.items()
         }
-        sizes = [
-            value if least[axis] == most[axis] else Symbolic(value, lambda _, axis=axis: source.shape_expr[axis])
-            for axis, value in enumerate((usual[0], most[1]))
-        ]
+
+        def size(axis: int, value: int) -> int:
+            return value if least[axis] == most[axis] else Symbolic(value, lambda _: source.shape_expr[axis])
+
+        sizes = [size(axis, value) for axis, value in enumerate((usual[0], most[1]))]
         return self.definition.launch(from_plugin(self.definition, values), bound, *sizes)
 
     def tactic(self, given: dict[str, Any]) -> int:

@@ -177,7 +177,7 @@ def built(
     case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch, aliased: bool = False, **changes: Any
 ) -> Built:
     definition = DEFINITIONS[case.layer]
-    values = to_plugin(definition, case.attributes, "sm_90a", aliased) | changes
+    values = to_plugin(definition, case.attributes, (9, 0), aliased) | changes
     return Built(tensorrt.module, tensorrt, definition, values, monkeypatch)
 
 
@@ -191,7 +191,7 @@ def test_registry_knows_the_layer(case: Case, tensorrt: TensorRT) -> None:
     registry = tensorrt.module.get_plugin_registry()
     creator = registry.get_creator(case.layer, "1", "replayssm")
     fields = [field.name for field in creator.field_names]
-    assert fields == [*vars(case.attributes), "arch", "aliased"]
+    assert fields == [*vars(case.attributes), "compute_capability", "aliased"]
     assert (case.layer, "replayssm") in {(c.name, c.plugin_namespace) for c in registry.all_creators}
 
 
@@ -336,7 +336,15 @@ def test_network_adds_the_layer(case: Case, tensorrt: TensorRT) -> None:
     ((ordered, plugin),) = added
     assert [id(t) for t in ordered] == [id(inputs[name]) for name in case.inputs]
     assert from_plugin(DEFINITIONS[case.layer], plugin.attrs) == case.attributes
-    assert plugin.attrs["arch"] == "sm_90a"
+    assert plugin.attrs["compute_capability"] == 90
+
+
+def test_old_bindings_and_new_numpy_are_refused(tensorrt: TensorRT) -> None:
+    with pytest.raises(EngineError, match=r"TensorRT 10\.16\.1 does not work with NumPy 2\.4\.6") as error:
+        replace(tensorrt, version=(10, 16, 1)).check_numpy("2.4.6")
+    assert "numpy<2.4" in error.value.hint
+    replace(tensorrt, version=(10, 16, 1)).check_numpy("2.3.5")
+    replace(tensorrt, version=(11, 4, 0)).check_numpy("2.4.6")
 
 
 def test_rtx_has_no_plugin_layers(tensorrt: TensorRT) -> None:

@@ -23,7 +23,8 @@ class QuickPlugins:
     """
 
     def __init__(self, tensorrt: TensorRT, capability: tuple[int, int], aliased: bool = False) -> None:
-        self.arch, self.aliased = architecture(*capability), aliased
+        architecture(*capability)
+        self.capability, self.aliased = capability, aliased
         self.layers = register_plugins(tensorrt)
 
     def __call__(
@@ -38,6 +39,6 @@ class QuickPlugins:
             kind, inputs = "causal_conv_without_bias", {**inputs, "no_bias": inputs["weight"]}
         definition = DEFINITIONS[kind]
         ordered = [inputs[name] for name in definition.inputs]
-        made = getattr(self.layers, kind)(*ordered, **to_plugin(definition, attributes, self.arch, self.aliased))
+        made = getattr(self.layers, kind)(*ordered, **to_plugin(definition, attributes, self.capability, self.aliased))
         layer = emitter.named(emitter.network.add_plugin(made, True), kind, *ordered)
         return tuple(layer.get_output(place) for place in range(len(outputs)))
