@@ -44,9 +44,9 @@ class NgramIndex:
                     ends[tuple(tokens[end - length : end])] = end
         self.indexed = max(self.indexed, len(tokens) - 1)
         for length, ends in self.ends.items():
-            end = ends.get(tuple(tokens[len(tokens) - length :])) if len(tokens) > length else None
-            if end is not None:
-                return self.continued(tokens, end, limit)
+            match = ends.get(tuple(tokens[len(tokens) - length :])) if len(tokens) > length else None
+            if match is not None:
+                return self.continued(tokens, match, limit)
         return ()
 
     @staticmethod
