@@ -69,10 +69,11 @@ class Emission:
         weights: Mapping[str, Tensor] | None = None,
         capability: tuple[int, int] | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
+        whole: bool = False,
     ) -> Emission:
         tensorrt = tensorrt or rtx()
         builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
-        network, plugins = tensorrt.create_network(builder), RecordedPlugins()
+        network, plugins = tensorrt.create_network(builder), RecordedPlugins(whole)
         options = StateOptions(replay, dtype, max_seq_len)
         weights = weights or make_weights(decoder, dtype)
         step = emit_step(tensorrt, network, decoder, weights, options, plugins, capability=capability)
@@ -87,9 +88,13 @@ class Emission:
 
 
 class RecordedPlugins(CutPlugins):
-    """Cuts like CutPlugins and remembers each layer, so that its reference can stand in for it."""
+    """Cuts like CutPlugins and remembers each layer, so that its reference can stand in for it.
 
-    def __init__(self) -> None:
+    whole: put ``advance`` in, too, as where plugin layers exist.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self.with_advance = whole
         self.calls: list[tuple[str, Any, Mapping[str, Any], tuple[Any, ...]]] = []
 
     def __call__(
@@ -123,13 +128,21 @@ class Run:
         slots = list(range(rows)) if slots is None else slots
         query_lens = torch.tensor(lengths or [tokens] * rows)
         attributes = AdvanceAttributes(self.emission.options.replay.window)
+        before = self.cursors.clone()
         step = advance(attributes, self.cursors, torch.tensor(slots), query_lens, torch.full((rows,), mode), tokens)
         kv_len = int(self.cursors[:, Cursor.COMMITTED].max()) + tokens
         net = TorchNetwork(self.emission.weights, self.views(self.mine), step, self.emission.options.activation, kv_len)
         expected = self.emission.decoder.forward(net, ids, self.emission.options.replay)
         positions = torch.arange(tokens, dtype=torch.int32).repeat(rows, 1)
-        feeds = {"input_ids": ids.int(), "logit_positions": positions, "step": step} | self.theirs
+        feeds = {"input_ids": ids.int(), "logit_positions": positions} | self.theirs
+        if self.emission.plugins.with_advance:
+            rows_in = {"slot_ids": torch.tensor(slots), "query_lens": query_lens, "modes": torch.full((rows,), mode)}
+            feeds |= {"cursors": before} | {name: value.int() for name, value in rows_in.items()}
+        else:
+            feeds["step"] = step
         got = Interpreter(self.emission.tensorrt, self.emission.step.network, self.resolve).run(feeds)
+        if self.emission.plugins.with_advance:
+            assert torch.equal(got["cursors_out"], self.cursors)
         for name, pool in self.theirs.items():
             # Without the in-place layer the cache is a new tensor; a session would bind both names to one address.
             pool.copy_(got[f"{name}_out"].clone())
@@ -182,7 +195,13 @@ def reference_kda(attributes: Any, v: dict[str, Tensor]) -> Tensor:
     return delta_rule.kda(attributes, v["qkv"], v["f"], v["b"], v["A_log"], v["dt_bias"], v["step"], v)
 
 
+def reference_advance(attributes: Any, v: dict[str, Tensor]) -> Tensor:
+    per_row = (v["slot_ids"], v["query_lens"], v["modes"])
+    return advance(attributes, v["cursors"], *per_row, v["token_ids"].shape[1])
+
+
 REFERENCES = {
+    "advance": reference_advance,
     "causal_conv": reference_conv,
     "mamba2": reference_mamba2,
     "gated_delta": reference_gated_delta,

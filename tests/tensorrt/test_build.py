@@ -23,6 +23,7 @@ from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, build_plan, emit_step
+from trtllm_replayssm.network.tensorrt.describe import describe_network, describe_tensors
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -161,3 +162,21 @@ def test_refused_layer_is_named() -> None:
     with pytest.raises(EngineError, match="could not build"):
         emitter.network.mark_output(emitter.binary("SUM", a, b))
         emission.plan(replace(SIZES, prefill_tokens=64))
+
+
+def test_description() -> None:
+    """Every part of the model has a row; the weights are all there, the plugin layers too though they are cut out."""
+    decoder = HybridDecoder(256, 32, 1e-5, (Mamba2(4, 8, 16, 2, 4, 1e-5), Mlp(48, "swiglu")))
+    emission = Emission.of(decoder)
+    rows = {row.scope: row for row in describe_network(emission.step)}
+    mixer, mlp = rows["transformer.layers.0.mamba2"], rows["transformer.layers.1.mlp"]
+    assert mixer.plugins == ["replayssm::causal_conv", "replayssm::mamba2"]
+    assert mlp.layers["MATRIX_MULTIPLY"] == 2
+    assert mlp.output == "float32 [?, ?, 32]"
+    assert mlp.weight_bytes >= 4 * 3 * 48 * 32
+    weights = sum(weight.nbytes for weight in emission.weights.values())
+    assert weights <= sum(row.weight_bytes for row in rows.values()) < weights + 4096
+    tensors = {name: (direction, text) for name, direction, text in describe_tensors(emission.step)}
+    assert tensors["input_ids"] == ("in", "int32 [rows, tokens]")
+    assert tensors["logits"] == ("out", "float32 [?, ?, 256]")
+    assert tensors["transformer.layers.0.mamba2.state"] == ("in", "float32 [rows, 512]")

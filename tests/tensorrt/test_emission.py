@@ -21,7 +21,7 @@ from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.plugins.cursors import RowMode
+from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, RowMode
 
 SHARED = Mlp(24, "swiglu")
 LAYERS: dict[str, Layer] = {
@@ -127,3 +127,14 @@ def test_padding_rows_and_tokens_change_nothing() -> None:
         was = before[name][:, :20] if "cache" in name else before[name]
         assert torch.equal(now, was), name
     check(run, ids=tokens(3, 1, 3), mode=RowMode.DECODE, accepted=1)
+
+
+def test_cursors_inside_the_network() -> None:
+    """As where TensorRT has plugin layers: the rows' plan is made by the network, from cursors that it also returns."""
+    emission = Emission.of(DECODER, whole=True)
+    tensors = emission.step.tensors()
+    assert tensors["cursors"] == ("in", torch.int32, (-1, CURSOR_WORDS))
+    assert tensors["cursors_out"] == ("out", torch.int32, (-1, CURSOR_WORDS))
+    for name in ("slot_ids", "query_lens", "modes"):
+        assert tensors[name] == ("in", torch.int32, (-1,))
+    drive(emission)

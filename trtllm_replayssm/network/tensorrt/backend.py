@@ -194,7 +194,7 @@ class TensorRTNetwork(Network):
 
     def _cache_update(self, cache: State, x: Tensor) -> Tensor:
         updated = update_cache(self.emitter, self.where, self.state_input(cache), x)
-        self.mark_output(updated, f"{cache.name}_out")
+        self.emitter.mark_output(updated, f"{cache.name}_out")
         return updated
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -336,9 +336,10 @@ class TensorRTNetwork(Network):
         outputs = [PluginOutput(result, (DYNAMIC, DYNAMIC, width), self.dtype)]
         for name, state in pools.items():
             outputs.append(PluginOutput(f"{name}_out", (DYNAMIC, slot_elements(state.pool)), state.pool.dtype, name))
+        self.emitter.plugin_layers.append((self.emitter.scope, kind))
         y, *updated = self.plugin_layer(self.emitter, kind, attributes, inputs | bound, tuple(outputs))
         for state, tensor in zip(pools.values(), updated):
-            self.mark_output(tensor, f"{state.name}_out")
+            self.emitter.mark_output(tensor, f"{state.name}_out")
         return y
 
     # ---- inputs and outputs of the network ---------------------------------------------------------------------------
@@ -356,10 +357,6 @@ class TensorRTNetwork(Network):
                 f"choose a --max_seq_len for which {pool.shape[1]} becomes a multiple of 8",
             )
         return self.emitter.input(state.name, pool.dtype, (DYNAMIC, *pool.shape))
-
-    def mark_output(self, tensor: Tensor, name: str) -> None:
-        tensor.name = name
-        self.emitter.network.mark_output(tensor)
 
 
 def slot_elements(pool: Pool) -> int:

@@ -16,7 +16,7 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC
 from trtllm_replayssm.network.tensorrt.backend import TensorRTNetwork
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
-from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginLayer, PluginOutput
+from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer, PluginOutput
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
 
@@ -108,7 +108,7 @@ def emit_step(
         capability,
     )
     logits = decoder.forward(net, token_ids, options.replay, last_only=True)
-    net.mark_output(logits, "logits")
+    emitter.mark_output(logits, "logits")
     return EmittedStep(
         emitter, weights, min((p.shape[1] for p in net.pools.values() if p.kind == "kv"), default=math.inf)
     )
@@ -120,7 +120,7 @@ def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer
     Inputs of ``advance``: ``cursors`` int32 ``[rows, CURSOR_WORDS]``, also an output ``cursors_out``, and ``slot_ids``,
     ``query_lens``, ``modes`` int32 ``[rows]`` (plugins/advance.py).
     """
-    if isinstance(plugin_layer, CutPlugins):
+    if not plugin_layer.with_advance:
         return emitter.input("step", torch.int32, (DYNAMIC, STEP_WORDS))
     inputs = {"cursors": emitter.input("cursors", torch.int32, (DYNAMIC, CURSOR_WORDS))}
     for name in ("slot_ids", "query_lens", "modes"):
@@ -131,9 +131,9 @@ def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer
         PluginOutput("step", (DYNAMIC, STEP_WORDS), torch.int32),
         PluginOutput("cursors_out", (DYNAMIC, CURSOR_WORDS), torch.int32, "cursors"),
     )
+    emitter.plugin_layers.append((emitter.scope, "advance"))
     step, cursors = plugin_layer(emitter, "advance", AdvanceAttributes(options.replay.window), inputs, outputs)
-    cursors.name = "cursors_out"
-    emitter.network.mark_output(cursors)
+    emitter.mark_output(cursors, "cursors_out")
     return step
 
 

@@ -27,6 +27,8 @@ class Emitter:
         self._memory: dict[tuple, tuple[torch.Tensor, Tensor]] = {}
         #: Sizes of every network input by name; dynamic ones by their symbol.
         self.inputs: dict[str, tuple[int | str, ...]] = {}
+        #: Scope and kind of every plugin layer, in order; a cut network holds none of them.
+        self.plugin_layers: list[tuple[str, str]] = []
 
     def added(self, layer: Any, op: str, *inputs: Tensor) -> Tensor:
         """Name the layer and return its first output. Raises EngineError when TensorRT refused to make it."""
@@ -38,6 +40,10 @@ class Emitter:
             raise EngineError(f"TensorRT does not accept {op} over {shapes} in {self.scope}; its log says why")
         layer.name = f"{self.scope}/{op}_{self.network.num_layers - 1}"
         return layer
+
+    def mark_output(self, tensor: Tensor, name: str) -> None:
+        tensor.name = name
+        self.network.mark_output(tensor)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         return self.tensorrt.torch_dtype(x.dtype)

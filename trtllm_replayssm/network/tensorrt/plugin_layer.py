@@ -28,9 +28,13 @@ class PluginOutput:
 class PluginLayer(Protocol):
     """Adds a plugin layer to the network that ``emitter`` writes.
 
+    with_advance: whether it also makes ``advance``; otherwise its result is an input of the network.
+
     kind: name of the layer in the namespace ``replayssm``. attributes: its attributes dataclass. inputs: by the names of
     the contract and in its order; an absent optional input is left out. Returns one tensor per output.
     """
+
+    with_advance: bool
 
     def __call__(
         self,
@@ -50,6 +54,8 @@ class CutPlugins:
     and network inputs, which other layers do not compute, are left alone.
     """
 
+    with_advance = False
+
     def __call__(
         self,
         emitter: Emitter,
@@ -58,11 +64,10 @@ class CutPlugins:
         inputs: Mapping[str, Tensor],
         outputs: tuple[PluginOutput, ...],
     ) -> tuple[Tensor, ...]:
-        network, prefix = emitter.network, f"cut/{emitter.scope}/{kind}"
+        prefix = f"cut/{emitter.scope}/{kind}"
         for name, tensor in inputs.items():
             if not (tensor.is_network_input or tensor.is_network_output or emitter.is_constant(tensor)):
-                tensor.name = f"{prefix}/{name}"
-                network.mark_output(tensor)
+                emitter.mark_output(tensor, f"{prefix}/{name}")
         return tuple(self.stand_in(emitter, prefix, inputs, output) for output in outputs)
 
     @staticmethod

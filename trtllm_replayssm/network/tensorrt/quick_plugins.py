@@ -22,6 +22,8 @@ class QuickPlugins:
     Raises EngineError when this TensorRT has no such plugins, or when the kernels do not run on such a GPU.
     """
 
+    with_advance = True
+
     def __init__(self, tensorrt: TensorRT, capability: tuple[int, int], aliased: bool = False) -> None:
         architecture(*capability)
         self.capability, self.aliased = capability, aliased
