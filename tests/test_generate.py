@@ -19,8 +19,8 @@ from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import BuildOptions
-from trtllm_replayssm.runtime.generation import Request
 from trtllm_replayssm.runtime.outputs import RequestOutput
+from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
 

@@ -67,7 +67,7 @@ class Oracle(Drafter):
         for slot, context in contexts.items():
             text = next(t for t in self.texts if t[: len(context.tokens)] == list(context.tokens))
             tokens = text[len(context.tokens) :][: self.random.randint(0, context.limit)]
-            right = self.random.randint(0, len(tokens))
+            right = len(tokens) if self.random.random() < 0.5 else self.random.randint(0, len(tokens))
             drafts[slot] = Draft(tuple((token + (i == right)) % 50 for i, token in enumerate(tokens)))
         return drafts
 

@@ -14,7 +14,9 @@ from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
-    from trtllm_replayssm.runtime.outputs import RequestOutput
+    from trtllm_replayssm.runtime.outputs import RequestId, RequestOutput
+    from trtllm_replayssm.runtime.speculation.options import SpeculationOptions
+    from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--random_seed", type=int, default=0, help="the same seed gives the same text in any batch")
     sampling.add_argument("--end_id", type=int, help="token that ends a text; -1 for none; by default the model's own")
     sampling.add_argument("--stop", action="append", help="string that ends a text; may be given several times")
+    speculation = parser.add_argument_group(
+        "speculative decoding", "Greedy texts stay the same; sampled ones keep their distribution."
+    )
+    speculation.add_argument(
+        "--speculative_decoding_mode",
+        choices=("ngram", "draft_model", "mtp"),
+        help="who drafts: the text itself, another engine, or the checkpoint's multi-token prediction head",
+    )
+    speculation.add_argument(
+        "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
+    )
+    speculation.add_argument("--draft_engine_dir", type=Path, help="engine of the draft model, for that mode")
     parser.add_argument(
         "--output_file",
         type=Path,
@@ -82,8 +96,9 @@ def generate(args: argparse.Namespace) -> int:
         stop=args.stop,
         return_generation_logits=args.generation_logits_file is not None,
     )
+    speculation = speculation_options(args)
     prompts = args.input_text or read_rows(args.input_file)
-    llm = LLM(args.engine_dir, device=args.device)
+    llm = LLM(args.engine_dir, device=args.device, speculation=speculation)
     reports = llm.engine.rank == 0
     streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1
     start = time.perf_counter()
@@ -99,7 +114,31 @@ def generate(args: argparse.Namespace) -> int:
     write_results(args, outputs, llm.has_tokenizer)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     LOGGER.info("%d tokens of %d request(s) in %.2f s: %.1f tokens/s", tokens, len(outputs), seconds, tokens / seconds)
+    if speculation is not None:
+        report_speculation(llm.scheduler.statistics)
     return 0
+
+
+def speculation_options(args: argparse.Namespace) -> SpeculationOptions | None:
+    """What the options ask for. Raises UserError when they do not fit together."""
+    from trtllm_replayssm.runtime.speculation.options import SpeculationOptions
+
+    if args.speculative_decoding_mode is not None:
+        return SpeculationOptions(args.speculative_decoding_mode, args.max_draft_len, args.draft_engine_dir)
+    for name in ("max_draft_len", "draft_engine_dir"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} is for speculative decoding", "choose a --speculative_decoding_mode")
+    return None
+
+
+def report_speculation(counts: SpeculationStatistics) -> None:
+    LOGGER.info(
+        "num_draft_tokens %d, num_accepted_draft_tokens %d, draft_acceptance_rate %.3f, acceptance_length %.2f",
+        counts.num_draft_tokens,
+        counts.num_accepted_draft_tokens,
+        counts.draft_acceptance_rate,
+        counts.acceptance_length,
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -131,7 +170,7 @@ def parse_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def show_piece(index: int, text: str) -> None:
+def show_piece(index: RequestId, text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -11,11 +11,14 @@ import torch
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine import Engine, PluginImpl
-from trtllm_replayssm.runtime.generation import OnText, Request, generate
+from trtllm_replayssm.runtime.generation import OnText, generate
 from trtllm_replayssm.runtime.outputs import RequestOutput
 from trtllm_replayssm.runtime.ranks import lost_ranks
+from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.speculation.options import SpeculationOptions
 from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
 
 #: Text, token ids, or ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, ``{"input_ids": ids}``.
@@ -23,7 +26,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """An engine with its session and tokenizer.
+    """An engine with its session, scheduler and tokenizer.
 
         llm = LLM("engine_dir")
         for output in llm.generate(["Hello", "The sea"], SamplingParams(max_tokens=20)):
@@ -33,11 +36,19 @@ class LLM:
     """
 
     def __init__(
-        self, engine_dir: str | Path, device: str | torch.device | None = None, plugin_impl: PluginImpl = "auto"
+        self,
+        engine_dir: str | Path,
+        device: str | torch.device | None = None,
+        plugin_impl: PluginImpl = "auto",
+        speculation: SpeculationOptions | None = None,
     ) -> None:
-        """See Engine.load for the arguments and errors."""
+        """See Engine.load for the arguments and errors, SpeculationOptions for speculative decoding."""
         self.engine = Engine.load(engine_dir, device=device, plugin_impl=plugin_impl)
         self.session = Session(self.engine)
+        drafter, longest = (
+            (speculation.drafter(self.session), speculation.max_draft_len) if speculation else (None, None)
+        )
+        self.scheduler = Scheduler(self.session, drafter, longest)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -66,7 +77,7 @@ class LLM:
         every_params = per_prompt(sampling_params, len(prompts))
         requests = [self.request(i, *prompt, params) for i, (prompt, params) in enumerate(zip(given, every_params))]
         with lost_ranks(self.engine.config.world_size):
-            generate(self.session, requests, on_text)
+            generate(self.scheduler, requests, on_text)
         outputs = [
             RequestOutput(request.request_id, text, request.prompt, [request.output()])
             for request, (text, _) in zip(requests, given)

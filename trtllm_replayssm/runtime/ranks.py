@@ -163,6 +163,8 @@ def rank_main(
     argument: Any,
 ) -> None:
     """What a started process does: join the group, call the target, report."""
+    # An interrupt from the keyboard reaches every process; the parent answers it and ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["LOCAL_RANK"] = str(rank)
     Thread(target=end_with_parent, daemon=True).start()
     try:

@@ -111,6 +111,12 @@ class Scheduler:
         self.updates.append(Update(request.request_id, [], text, request.output()))
         return True
 
+    def abandon(self) -> None:
+        """Drop all requests without a word."""
+        self.waiting.clear()
+        self.running.clear()
+        self.updates.clear()
+
     def preempt(self, request_id: RequestId) -> bool:
         """Take a running request out of its slot; it goes on where it stood, after all that wait now. False if not running."""
         for slot, job in self.running.items():

@@ -1,0 +1,384 @@
+"""In-flight batching: any mixture of arrivals, cancellations and preemptions gives what each request gives alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.model import HybridDecoder, Mtp
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.asynchronous import AsyncScheduler
+from trtllm_replayssm.runtime.engine import BuildOptions, Engine
+from trtllm_replayssm.runtime.outputs import Update
+from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.speculation.draft_model import DraftModelDrafter
+from trtllm_replayssm.runtime.speculation.drafter import Drafter
+from trtllm_replayssm.runtime.speculation.mtp import MtpDrafter
+from trtllm_replayssm.runtime.speculation.ngram import NgramDrafter
+from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
+
+#: All three recurrences and attention, small enough for thousands of steps.
+LAYERS = (
+    Mamba2(num_heads=4, head_dim=8, state_size=8, n_groups=2, conv_kernel=4, norm_epsilon=1e-5),
+    GatedDelta(num_key_heads=2, num_value_heads=2, key_dim=8, value_dim=8, conv_kernel=4, norm_epsilon=1e-6),
+    Kda(num_heads=2, head_dim=8, conv_kernel=4, norm_epsilon=1e-6),
+    Attention(2, 1, 16, 0.25),
+)
+MODEL = HybridDecoder(synthetic.TEXT_VOCAB_SIZE, 32, 1e-5, LAYERS, mtp=Mtp((Attention(2, 1, 16, 0.25),)))
+OPTIONS = BuildOptions(max_batch_size=4, max_seq_len=64, max_num_tokens=32, replay_window=6, max_draft_len=3)
+#: Requests of the random runs; the issue of a release is judged with more.
+REQUESTS = int(os.environ.get("SCHEDULER_TEST_REQUESTS", "120"))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("scheduler") / "engine"
+    return synthetic.load(synthetic.write_engine(folder, MODEL, OPTIONS, text=True))
+
+
+def scheduler(engine: Engine, kind: str = "plain", **options: Any) -> Scheduler:
+    """On pools that hold NaN, so that nothing stale can pass for a zero."""
+    session = Session(engine)
+    for pool in session.pools.values():
+        pool.fill_(float("nan"))
+    drafters: dict[str, Any] = {
+        "plain": lambda: None,
+        "ngram": NgramDrafter,
+        "mtp": lambda: MtpDrafter(session),
+        "draft_model": lambda: DraftModelDrafter(engine, engine),
+    }
+    drafter: Drafter | None = drafters[kind]()
+    return Scheduler(session, drafter, **options)
+
+
+def request(engine: Engine, name: int, prompt: list[int], **params: Any) -> Request:
+    stream = TextStream(Tokenizer(engine.folder), skip_special_tokens=True)
+    sampling = SamplingParams(**{"end_id": -1} | params)
+    return Request(name, prompt, sampling, sampling.end_ids([1]), stream)
+
+
+def finish(made: Scheduler) -> list[Update]:
+    updates = []
+    while made.busy:
+        updates += made.step()
+    return updates
+
+
+def alone(engine: Engine, name: int, prompt: list[int], **params: Any) -> Request:
+    made, asked = scheduler(engine), request(engine, name, prompt, **params)
+    made.submit(asked)
+    finish(made)
+    return asked
+
+
+# ---- random traffic --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """Random requests, and what is done to them while they run."""
+
+    engine: Engine
+    random: random.Random
+    asked: dict[int, Request] = field(default_factory=dict)
+    params: dict[int, dict[str, Any]] = field(default_factory=dict)
+    updates: dict[int, list[Update]] = field(default_factory=dict)
+    preempted: int = 0
+
+    def arrive(self, made: Scheduler) -> None:
+        choose, name = self.random, len(self.asked)
+        prompt = [choose.randint(2, 200) for _ in range(choose.randint(1, 30))]
+        if choose.random() < 0.5:
+            prompt = (prompt[:4] * 8)[: len(prompt)]
+        params: dict[str, Any] = {"max_tokens": choose.randint(1, 30)}
+        if choose.random() < 0.3:
+            params |= {"temperature": choose.uniform(0.5, 2), "top_k": choose.choice([0, 5]), "seed": name}
+        if choose.random() < 0.3:
+            params["stop_token_ids"] = [choose.randint(2, 257) for _ in range(20)]
+        self.asked[name], self.params[name] = request(self.engine, name, prompt, **params), params
+        made.submit(self.asked[name])
+
+    def disturb(self, made: Scheduler) -> None:
+        if self.asked and self.random.random() < 0.1:
+            made.cancel(self.random.choice(list(self.asked)))
+        if made.running and self.random.random() < 0.2:
+            job = self.random.choice(list(made.running.values()))
+            self.preempted += made.preempt(job.request.request_id)
+
+    def step(self, made: Scheduler) -> None:
+        for update in made.step():
+            assert update.error is None
+            self.updates.setdefault(int(update.request_id), []).append(update)
+
+
+@pytest.mark.parametrize(
+    ("kind", "time_slice"), [("plain", None), ("plain", 5), ("ngram", None), ("mtp", 4), ("draft_model", None)]
+)
+def test_random_traffic_equals_each_request_alone(engine: Engine, kind: str, time_slice: int | None) -> None:
+    """Arrivals, cancellations and preemptions at random; sampled requests too, where drafts leave their draws alone."""
+    made = scheduler(engine, kind, time_slice=time_slice)
+    traffic = Traffic(engine, random.Random(f"{kind} {time_slice}"))
+    count = REQUESTS if kind == "plain" else REQUESTS // 2
+    while len(traffic.asked) < count or made.busy:
+        for _ in range(traffic.random.choice([0, 0, 1, 1, 3])):
+            if len(traffic.asked) < count:
+                traffic.arrive(made)
+        traffic.disturb(made)
+        traffic.step(made)
+    assert not made.running
+    assert made.saved_bytes == 0
+    assert traffic.preempted > count / 10
+    ended = {"stop": 0, "length": 0, "cancelled": 0}
+    for name, asked in traffic.asked.items():
+        assert asked.finish_reason is not None
+        ended[asked.finish_reason] += 1
+        updates = traffic.updates[name]
+        assert [u.finished for u in updates] == [False] * (len(updates) - 1) + [True]
+        assert [token for u in updates for token in u.token_ids] == asked.tokens
+        assert "".join(u.text for u in updates) == asked.text
+        if kind in ("mtp", "draft_model") and not asked.params.greedy:
+            continue  # drawn drafts keep the distribution, not the draw
+        expected = alone(engine, name, asked.prompt, **traffic.params[name])
+        if asked.finish_reason == "cancelled":
+            assert asked.tokens == expected.tokens[: len(asked.tokens)]
+        else:
+            assert (asked.tokens, asked.text, asked.finish_reason, asked.stop_reason) == (
+                *(expected.tokens, expected.text, expected.finish_reason, expected.stop_reason),
+            )
+    assert min(ended.values()) > 0
+
+
+def test_no_step_is_larger_than_the_engine_allows_and_prompts_hold_nobody_up(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that decodes gets a token in every step, while a long prompt comes in chunk by chunk."""
+    made, counts = scheduler(engine, "ngram"), []
+    step = made.session.step
+
+    def counted(ids: torch.Tensor, first: int, lengths: list[int], modes: Any, active: list[bool], *rest: Any) -> Any:
+        counts.append(sum(length for length, live in zip(lengths, active) if live))
+        return step(ids, first, lengths, modes, active, *rest)
+
+    monkeypatch.setattr(made.session, "step", counted)
+    made.submit(early := request(engine, 0, [2], max_tokens=30))
+    made.step()
+    for name in range(1, 4):
+        made.submit(request(engine, name, [3 + name] * 40, max_tokens=20))
+    for chunk in range(1, 6):
+        before = len(early.tokens)
+        counts.clear()
+        made.step()
+        assert len(early.tokens) > before
+        assert len(counts) == 2
+        assert 3 * 8 < sum(counts) <= engine.config.max_num_tokens
+        assert [job.prefilled for job in list(made.running.values())[1:]] == [8 * chunk] * 3
+    made.step()
+    assert all(not job.prefilling for job in made.running.values())
+    while made.busy:
+        counts.clear()
+        made.step()
+        assert sum(counts) <= engine.config.max_num_tokens
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_admitted_in_the_order_of_their_arrival(engine: Engine) -> None:
+    made = scheduler(engine)
+    for name in range(9):
+        made.submit(request(engine, name, [2 + name], max_tokens=3 + name % 3))
+    first: list[int] = []
+    while made.busy:
+        first += [int(u.request_id) for u in made.step() if u.request_id not in first]
+    assert first == sorted(first)
+
+
+def test_a_long_request_makes_room_when_its_time_is_up(engine: Engine) -> None:
+    """Four that would hold their slots for 50 tokens; a fifth gets its turn after 5, and all end as if alone."""
+    made = scheduler(engine, time_slice=5)
+    asked = [request(engine, name, [2 + name], max_tokens=50) for name in range(5)]
+    for one in asked:
+        made.submit(one)
+    for _ in range(8):
+        made.step()
+    assert asked[4].tokens
+    assert made.saved_bytes > 0
+    finish(made)
+    for one in asked:
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=50).tokens
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_cancelled_requests_free_their_slot_and_tell_what_they_have(engine: Engine) -> None:
+    made = scheduler(engine)
+    for name in range(6):
+        made.submit(request(engine, name, [2 + name], max_tokens=20))
+    for _ in range(4):
+        made.step()
+    assert made.cancel(1)
+    assert made.cancel(5)
+    assert not made.cancel(1)
+    assert not made.cancel(77)
+    ended = {u.request_id: u.output for u in made.step() if u.finished}
+    assert {name: (o.finish_reason, len(o.token_ids)) for name, o in ended.items() if o is not None} == {
+        1: ("cancelled", 4),
+        5: ("cancelled", 0),
+    }
+    assert 4 in [job.request.request_id for job in made.running.values()]
+
+
+def test_ids_are_unique_among_those_that_run(engine: Engine) -> None:
+    made = scheduler(engine)
+    made.submit(request(engine, 0, [2], max_tokens=2))
+    with pytest.raises(UserError, match="request 0 is running already"):
+        made.submit(request(engine, 0, [3], max_tokens=2))
+    finish(made)
+    made.submit(request(engine, 0, [3], max_tokens=2))
+
+
+def test_logprobs_are_those_of_the_model(engine: Engine) -> None:
+    asked = alone(engine, 0, [5, 6, 7], max_tokens=8, temperature=1.5, logprobs=2, return_generation_logits=True)
+    output = asked.output()
+    assert output.logprobs is not None
+    assert output.generation_logits is not None
+    expected = output.generation_logits.log_softmax(-1)
+    assert output.cumulative_logprob == pytest.approx(
+        float(sum(row[token] for row, token in zip(expected, output.token_ids)))
+    )
+    for row, token, found in zip(expected, output.token_ids, output.logprobs):
+        assert found[token].logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert found[token].rank == 1 + int((row > row[token]).sum())
+        assert {1, 2} <= {entry.rank for entry in found.values()}
+        assert len(found) in (2, 3)
+    assert alone(engine, 0, [5], max_tokens=2, logprobs=0).output().logprobs is not None
+    assert alone(engine, 0, [5], max_tokens=2).output().logprobs is None
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "commit"])
+def test_an_exception_ends_those_it_hit_and_no_one_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    made = scheduler(engine, "ngram")
+    session = made.session
+    early = [request(engine, name, [2 + name] * 5, max_tokens=25) for name in range(2)]
+    late = [request(engine, name, [2 + name] * 25, max_tokens=9) for name in range(2, 7)]
+    for one in early:
+        made.submit(one)
+    for _ in range(5):
+        made.step()
+    for one in late:
+        made.submit(one)
+    step, commit = session.step, session.commit
+
+    def failing_step(ids: torch.Tensor, first: int, lengths: Any, modes: Any, *rest: Any) -> torch.Tensor:
+        logits = step(ids, first, lengths, modes, *rest)
+        if (int(modes[0]) == 2) == (where == "prefill"):
+            raise torch.OutOfMemoryError("no memory")
+        return logits
+
+    def failing_commit(first: int, accepted: Any) -> None:
+        if max(accepted) < 8:
+            raise RuntimeError("lost")
+        commit(first, accepted)
+
+    if where == "commit":
+        monkeypatch.setattr(session, "commit", failing_commit)
+    else:
+        monkeypatch.setattr(session, "step", failing_step)
+    updates = made.step()
+    monkeypatch.undo()
+    failed = {u.request_id for u in updates if u.error is not None}
+    assert failed == ({2, 3} if where == "prefill" else {0, 1})
+    updates = finish(made)
+    assert not any(u.error for u in updates)
+    for one in (*early, *late):
+        if one.request_id not in failed:
+            assert one.tokens == alone(engine, 0, one.prompt, max_tokens=one.limit).tokens
+    made.submit(again := request(engine, 9, [3] * 9, max_tokens=9))
+    finish(made)
+    assert again.tokens == alone(engine, 0, again.prompt, max_tokens=9).tokens
+
+
+def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scheduler(engine, "mtp")
+    asked = [request(engine, name, [2 + name] * 5, max_tokens=9) for name in range(3)]
+    for one in asked:
+        made.submit(one)
+    monkeypatch.setattr(asked[1], "take", lambda token, logits: 1 // 0)
+    errors = {u.request_id: u.error for u in finish(made) if u.finished}
+    assert {name for name, error in errors.items() if error is not None} == {1}
+    for one in (asked[0], asked[2]):
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9).tokens
+
+
+# ---- asyncio ---------------------------------------------------------------------------------------------------------
+
+
+def test_coroutines_stream_at_the_same_time(engine: Engine) -> None:
+    """Ten streams of which one is left early, one cannot be run, and one has an id in use."""
+
+    async def stream(front: AsyncScheduler, name: int) -> list[int]:
+        tokens = []
+        async for update in front.generate(request(engine, name, [2 + name], max_tokens=5 + name)):
+            assert update.error is None
+            tokens += update.token_ids
+        return tokens
+
+    async def leave(front: AsyncScheduler) -> None:
+        updates = front.generate(request(engine, 50, [60], max_tokens=60))
+        async for update in updates:
+            if update.token_ids:
+                break
+        await updates.aclose()  # type: ignore[attr-defined]
+
+    async def scenario() -> list[list[int]]:
+        made = scheduler(engine)
+        async with AsyncScheduler(made) as front:
+            left, *streams = (
+                asyncio.create_task(leave(front)),
+                *(asyncio.create_task(stream(front, n)) for n in range(9)),
+            )
+            await asyncio.sleep(0)
+            with pytest.raises(UserError, match="running already"):
+                await stream(front, 3)
+            with pytest.raises(UserError, match="is empty"):
+                await anext(front.generate(request(engine, 99, [], max_tokens=1)))
+            tokens = await asyncio.gather(*streams)
+            await left
+            assert await asyncio.wait_for(stream(front, 50), 20)
+            assert not made.busy
+            assert not front.streams
+        return tokens
+
+    for name, tokens in enumerate(asyncio.run(scenario())):
+        assert tokens == alone(engine, 0, [2 + name], max_tokens=5 + name).tokens
+
+
+def test_a_front_that_is_closed_ends_its_streams(engine: Engine) -> None:
+    async def scenario() -> Update:
+        async with AsyncScheduler(scheduler(engine)) as front:
+            updates = front.generate(request(engine, 0, [2], max_tokens=60))
+            await anext(updates)
+        return [update async for update in updates][-1]
+
+    last = asyncio.run(scenario())
+    assert isinstance(last.error, UserError)
