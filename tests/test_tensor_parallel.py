@@ -193,23 +193,44 @@ def test_a_lost_rank_ends_all_with_one_sentence(tmp_path: Path, target: Any, mat
             os.kill(int(file.read_text()), 0)
 
 
-def test_killing_a_rank_of_the_command_ends_it(engines: tuple[Path, Path], tmp_path: Path) -> None:
-    """From outside, in the middle of the work."""
-    rows = tmp_path / "in.jsonl"
+def start_long_work(folder: Path, rows: Path, result: Path) -> subprocess.Popen[str]:
+    """The command, in a process group of its own, busy for minutes."""
     rows.write_text('{"input_ids": [5]}\n' * 400)
-    words = ["generate", "--engine_dir", str(engines[1]), "--input_file", str(rows), "--max_output_len", "100"]
+    words = ["generate", "--engine_dir", str(folder), "--input_file", str(rows), "--max_output_len", "100"]
     line = [sys.executable, "-m", "trtllm_replayssm", *words, "--end_id", "-1", "--device", "cpu"]
-    process = subprocess.Popen(
-        [*line, "--output_file", str(tmp_path / "out.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    # A shell in the background hands down an ignored SIGINT; the command must see what a terminal sends.
+    return subprocess.Popen(
+        [*line, "--output_file", str(result)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+
+
+@pytest.mark.parametrize("end", ["rank", "keyboard"])
+def test_ending_a_rank_or_the_command_in_the_middle_of_the_work(
+    engines: tuple[Path, Path], tmp_path: Path, end: str
+) -> None:
+    """One sentence, nothing written, nobody left."""
+    process = start_long_work(engines[1], tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     ranks = wait_for_ranks(process.pid)
-    time.sleep(3)
-    os.kill(ranks[0], signal.SIGKILL)
+    time.sleep(4)
+    if end == "rank":
+        os.kill(ranks[0], signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == (1 if end == "rank" else 130)
     assert out == ""
-    assert [line for line in err.splitlines() if "SIGKILL" in line] == err.splitlines()[-1:]
+    sentence = "was ended by SIGKILL; all ranks were stopped" if end == "rank" else "error: interrupted"
+    assert err.splitlines()[-1].endswith(sentence)
+    assert "Traceback" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 def wait_for_ranks(parent: int) -> list[int]:
