@@ -154,12 +154,11 @@ def check_tables(descriptions: list[Description], found: QuantisedWeights, entri
 
 def notes(path: Path, descriptions: list[Description], found: QuantisedWeights, cache_scales: list[str]) -> list[str]:
     counts = Counter(weight.format.label for weight in found.weights.values())
-    counted = ", ".join(f"{count} of {label}" for label, count in counts.most_common())
+    counted = ", ".join(f"{count} {label}" for label, count in counts.most_common())
     said = []
     if counts:
         said.append(
-            f"{path} is quantised ({descriptions[0].name}); its weights are dequantised: {sum(counts.values())} modules,"
-            f" {counted}"
+            f"{path} is quantised ({descriptions[0].name}); dequantising {sum(counts.values())} weights: {counted}"
         )
     if cache_scales:
         said.append(

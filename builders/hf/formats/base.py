@@ -19,7 +19,7 @@ SCALAR: tuple[Shape, ...] = ((), (1,))
 #: dtypes in which scales are stored that are plain numbers.
 SCALE_DTYPES = tuple(FLOAT_DTYPES)
 #: Elements that are dequantised at once: bounds the temporaries, not the weight.
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,373 @@
+"""Tiny models of every family, quantised as published checkpoints are: converted, they equal their dequantised twins."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantisers as q
+import torch
+from hf_models import build, random_ids, reference_logits
+from hf_spelling import read_folder, write_folder, write_hub, write_saved
+from quantisers import Quantiser, quantised
+from test_parity import absorb
+from torch import Tensor
+
+from trtllm_replayssm.builders.convert import convert
+from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
+from trtllm_replayssm.runtime.session import Session
+
+#: From a checkpoint's weight names to the rules that hold for them: the first that matches somewhere in the name.
+Rules = list[tuple[str, Quantiser | None]]
+#: Weights that no recipe quantises.
+NEVER = r"norm|conv1d|visual|[^y]\.gate\.weight|embed|router"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """model: one of hf_models. rules: by expressions. describe: from the quantised modules, with the name of each one's
+    quantiser, to the folder's files of JSON; ``config.json`` is merged into the model's. counts: what the note says.
+    """
+
+    model: str
+    rules: Rules
+    describe: Callable[[dict[str, str]], dict[str, Any]]
+    counts: str
+    write: Callable[..., Path] = write_hub
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+#: ``quant_algo`` of what a quantiser writes.
+ALGORITHMS = {"nvfp4": "NVFP4", "nvfp4_weight_only": "W4A16_NVFP4", "fp8": "FP8", "fp8_weight_only": "FP8"}
+
+
+def mixed(modules: dict[str, str]) -> dict[str, Any]:
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": table(modules)}
+
+
+def table(modules: dict[str, str]) -> dict[str, Any]:
+    group = {"NVFP4": {"group_size": 16}, "W4A16_NVFP4": {"group_size": 16}}
+    algorithms = {module: ALGORITHMS[quantiser] for module, quantiser in modules.items()}
+    return {module: {"quant_algo": algorithm} | group.get(algorithm, {}) for module, algorithm in algorithms.items()}
+
+
+def nemotron_super(modules: dict[str, str]) -> dict[str, Any]:
+    """ModelOpt writes both files, the second one with groups that restate the table."""
+    producer = {"name": "modelopt", "version": "0.41.0"}
+    described = mixed(modules) | {
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "mtp*", "*mixer.conv1d*"],
+    }
+    groups = {"group_0": {"targets": sorted(modules), "weights": {"num_bits": 4, "type": "float"}}}
+    inside = mixed(modules) | {"quant_method": "modelopt", "producer": producer, "config_groups": groups, "ignore": []}
+    inside |= {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+    return {
+        "hf_quant_config.json": {"producer": producer, "quantization": described},
+        "config.json": {"quantization_config": inside},
+    }
+
+
+def modelopt_file(**quantization: Any) -> dict[str, Any]:
+    return {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": quantization}}
+
+
+def in_config(**description: Any) -> dict[str, Any]:
+    return {"config.json": {"quantization_config": description}}
+
+
+def compressed(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    named = {f"group_{i}": group for i, group in enumerate(groups)}
+    return in_config(quant_method="compressed-tensors", quantization_status="compressed", config_groups=named, **more)
+
+
+def wrapped(modules: dict[str, str], change: Callable[[str], str]) -> dict[str, str]:
+    return {change(module): quantiser for module, quantiser in modules.items()}
+
+
+FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+MX4 = {"num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True, "dynamic": False}
+BLOCKS = q.fp8_block(24, 40)
+NATIVE = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
+KV_SCALES = {f"backbone.layers.5.mixer.{x}_proj.{x}_scale": torch.tensor(0.1) for x in "kv"}
+
+RECIPES = {
+    # 3 Super and Ultra: experts, shared experts and Mamba in two formats, layer by layer; FP8 KV cache.
+    "nemotron super": Recipe(
+        "nemotron_h_latent",
+        [
+            (r"mtp|lm_head|latent|layers\.5\.", None),
+            (r"layers\.0\.mixer\.in_proj", None),
+            (r"\.experts\.", q.nvfp4),
+            ("", q.fp8),
+        ],
+        nemotron_super,
+        "64 NVFP4, 15 FP8 per tensor",
+        extra=KV_SCALES,
+    ),
+    # 3 Nano: one format for all, and exclusions as globs, whole blocks and names of projections.
+    "nemotron nano": Recipe(
+        "nemotron_h_moe",
+        [(r"lm_head|layers\.5\.|layers\.4\.mixer\.(in|out)_proj", None), ("", q.nvfp4)],
+        lambda modules: modelopt_file(
+            quant_algo="NVFP4",
+            kv_cache_quant_algo=None,
+            group_size=16,
+            exclude_modules=["lm_head", "backbone.layers.5.mixer.*", "backbone.layers.4*", "*.gate", "*.conv1d"],
+        ),
+        "78 NVFP4",
+    ),
+    # 3 Nano 4B: NVFP4 embedding, FP8 head without activation scale, some down_proj in FP8.
+    "nemotron nano 4b": Recipe(
+        "nemotron_h_dense",
+        [
+            (r"lm_head", q.fp8_weight_only),
+            (r"layers\.3\.mixer\.down_proj", q.fp8),
+            (r"layers\.5\.", None),
+            (r"embeddings", q.nvfp4),
+            ("", q.nvfp4),
+        ],
+        lambda modules: in_config(quant_method="modelopt", **mixed(modules)),
+        "16 NVFP4, 2 FP8 per tensor",
+    ),
+    # 3.5 Lightning: weight-only NVFP4, and a table under the names that transformers has inside.
+    "nemotron lightning": Recipe(
+        "nemotron_h_moe",
+        [(r"layers\.5\.", None), (r"mixer\.(in|out)_proj", q.fp8), ("", q.nvfp4_weight_only)],
+        lambda modules: in_config(
+            quant_method="modelopt_mixed",
+            **mixed(wrapped(modules, lambda module: module.replace("backbone.", "model."))),
+        ),
+        "73 NVFP4, 8 FP8 per tensor",
+    ),
+    # Blocks of 24 x 40 fit neither heads nor widths: segments of fused projections share scales.
+    "qwen3-next fp8": Recipe(
+        "qwen3_next",
+        [(r"in_proj_ba|shared_expert_gate|lm_head|mtp\.fc", None), ("", BLOCKS)],
+        lambda modules: in_config(
+            **NATIVE,
+            modules_to_not_convert=[
+                "lm_head",
+                "mtp.fc",
+                *(f"model.layers.{i}.linear_attn.in_proj_ba" for i in range(3)),
+            ],
+        ),
+        "125 FP8 in blocks of 24x40",
+    ),
+    # The description of a wrapper, at the level of its text model; fused names for projections that are not fused.
+    "qwen3.5 fp8": Recipe(
+        "qwen3_5_vl",
+        [(r"in_proj_[ab]|lm_head|mtp\.", None), ("", BLOCKS)],
+        lambda modules: {
+            "config.json": {
+                "text_config": {
+                    "quantization_config": NATIVE
+                    | {"modules_to_not_convert": ["model.visual", "lm_head", "in_proj_ba", "mtp"]}
+                }
+            }
+        },
+        "25 FP8 in blocks of 24x40",
+    ),
+    # Fused experts [E, N, K] with block scales of their own.
+    "qwen3.5 moe fp8": Recipe(
+        "qwen3_5_moe_vl",
+        [(r"in_proj_[ab]|lm_head|mtp\.|shared_expert_gate", None), ("", BLOCKS)],
+        lambda modules: in_config(
+            **NATIVE, modules_to_not_convert=["visual", "lm_head", "in_proj_a", "in_proj_b", "mtp"]
+        ),
+        "33 FP8 in blocks of 24x40",
+    ),
+    # Experts NVFP4 and attention FP8, in a table with another wrapper's prefix than the tensors have.
+    "qwen3.6 moe nvfp4": Recipe(
+        "qwen3_5_moe_vl",
+        [(r"mtp|lm_head|linear_attn|shared_expert_gate", None), ("self_attn", q.fp8), ("", q.nvfp4)],
+        lambda modules: modelopt_file(
+            **mixed(wrapped(modules, lambda module: module.replace("model.language_model.", "language_model.model."))),
+            exclude_modules=["model.visual*", "lm_head", "mtp*"],
+        ),
+        "108 NVFP4, 4 FP8 per tensor",
+        write_saved,
+    ),
+    # llm-compressor: two groups, the first found by expressions.
+    "qwen3.5 compressed": Recipe(
+        "qwen3_5_text",
+        [(r"linear_attn\.in_proj_[ab]|lm_head|mtp", None), (r"self_attn", q.fp8_channel), ("", q.compressed_nvfp4)],
+        lambda modules: compressed(
+            {"targets": ["Linear"], "weights": FLOAT4, "format": "nvfp4-pack-quantized"},
+            {"targets": ["re:.*self_attn.*_proj$"], "weights": FLOAT8, "format": "float-quantized"},
+            format="mixed-precision",
+            ignore=["re:.*in_proj_[ab]$", "lm_head", "re:^mtp.*"],
+            transform_config={},
+            sparsity_config={},
+        ),
+        "21 NVFP4, 4 FP8 per channel",
+    ),
+    "kimi mxfp4": Recipe(
+        "kimi_linear",
+        [(r"\.experts\.", q.mxfp4), ("", None)],
+        lambda modules: compressed(
+            {"targets": ["re:.*block_sparse_moe\\.experts\\..*"], "weights": MX4},
+            format="mxfp4-pack-quantized",
+            ignore=[],
+        ),
+        "72 MXFP4",
+    ),
+    # Exclusions by the ends of names: b_proj is not kv_b_proj.
+    "ling fp8": Recipe(
+        "bailing_hybrid",
+        [(r"\.b_proj|lm_head|word_embeddings|layers\.1\.attention\.g_proj|eh_proj", None), ("", BLOCKS)],
+        lambda modules: in_config(
+            **NATIVE, modules_to_not_convert=["b_proj", "lm_head", "1.attention.g_proj", "eh_proj", "mlp.gate"]
+        ),
+        "137 FP8 in blocks of 24x40",
+    ),
+    "ling int4": Recipe(
+        "bailing_hybrid_clamp",
+        [(r"attention|lm_head|eh_proj", None), ("", q.int4(32))],
+        lambda modules: compressed(
+            {"targets": ["Linear"], "weights": INT4},
+            format="pack-quantized",
+            ignore=["lm_head", "re:.*attention.*", "re:.*mlp\\.gate$", "model.layers.4.eh_proj"],
+        ),
+        "111 int4 in groups of 32",
+    ),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def choice(rules: Rules, name: str) -> Quantiser | None:
+    if re.search(NEVER, name) and not any(rule == "embeddings" and rule in name for rule, _ in rules):
+        return None
+    return next(quantiser for expression, quantiser in rules if re.search(expression, name))
+
+
+def merge(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: merge(config[k], v) if k == "text_config" else v for k, v in more.items()}
+    return config | nested
+
+
+def folders(
+    recipe: Recipe, root: Path, edit: Callable[[dict[str, Tensor]], Any] = lambda tensors: None
+) -> tuple[Path, Path]:
+    """The quantised checkpoint in three shards, and its dequantised twin; activations are bfloat16."""
+    config, tensors = read_folder(recipe.write(build(recipe.model), root / "full"))
+    config.get("text_config", config)["dtype"] = "bfloat16"
+    stored, plain = quantised(tensors, lambda name: choice(recipe.rules, name))
+    names = {name for name in tensors if plain[name] is not tensors[name]}
+    modules = {
+        name.removesuffix(".weight"): getattr(choice(recipe.rules, name), "__name__", "") for name in sorted(names)
+    }
+    files = recipe.describe(modules)
+    stored |= recipe.extra
+    edit(stored)
+    packed = write_folder(root / "packed", merge(config, files.pop("config.json", {})), stored, 3)
+    for file, content in files.items():
+        (packed / file).write_text(json.dumps(content))
+    return packed, write_folder(root / "plain", config, plain, 2)
+
+
+def run(folder: Path, **options: Any) -> tuple[dict[str, bytes], list[str]]:
+    """Files of the checkpoint, and the warnings."""
+    warnings: list[str] = []
+    target = folder.with_name(f"{folder.name}.checkpoint")
+    convert(folder, target, warn=warnings.append, **options)
+    return {path.name: path.read_bytes() for path in sorted(target.iterdir())}, warnings
+
+
+@every_recipe
+def test_converted_as_the_dequantised_twin(name: str, tmp_path: Path) -> None:
+    """Every byte of config and weights, in the activations' dtype, which the description leaves to config.json."""
+    recipe = RECIPES[name]
+    packed, plain = folders(recipe, tmp_path)
+    files, warnings = run(packed)
+    expected, _ = run(plain)
+    assert files.keys() == expected.keys()
+    for file, content in expected.items():
+        assert files[file] == content, file
+    assert json.loads(files["config.json"])["dtype"] == "bfloat16"
+    note = next(message for message in warnings if "dequantising" in message)
+    assert note.endswith(recipe.counts)
+    assert any("KV cache" in message and str(len(recipe.extra)) in message for message in warnings) == bool(
+        recipe.extra
+    )
+
+
+@pytest.mark.parametrize("name", ["nemotron nano", "qwen3-next fp8", "ling fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_ranks_and_other_dtypes(name: str, dtype: str, tmp_path: Path) -> None:
+    packed, plain = folders(RECIPES[name], tmp_path)
+    files, _ = run(packed, dtype=dtype, tp_size=2)
+    expected, _ = run(plain, dtype=dtype, tp_size=2)
+    assert files == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3.5 compressed", "nemotron nano 4b"])
+def test_logits_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    """The engine of the quantised checkpoint against transformers with the dequantised weights."""
+    packed, plain = folders(RECIPES[name], tmp_path)
+    model = build(RECIPES[name].model)
+    inside = {n.replace("backbone.", "model."): t for n, t in read_folder(plain)[1].items() if "mtp" not in n}
+    assert model.state_dict().keys() == inside.keys()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    model.load_state_dict(inside)
+    assert sum(not torch.equal(before[n], t) for n, t in inside.items()) > 10
+    convert(packed, tmp_path / "checkpoint", dtype="float32", warn=lambda message: None)
+    build_engine(
+        tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_batch_size=2, max_seq_len=16, max_num_tokens=64)
+    )
+    ids = random_ids(2, 12)
+    logits = absorb(Session(Engine.load(tmp_path / "engine", device="cpu")), ids)
+    expected = reference_logits(model, ids)
+    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.std()))
+
+
+# ---- what must be refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantiser", [q.nvfp4, q.fp8])
+def test_a_quantised_head_beside_a_tied_flag(quantiser: Quantiser, tmp_path: Path) -> None:
+    """Even where it stands for the embedding: which of the two was trained is not ours to guess."""
+    config, tensors = read_folder(write_hub(build("qwen3_5_text_tied_v3"), tmp_path / "full"))
+    head = quantiser(tensors["model.embed_tokens.weight"])
+    stored = tensors | {f"lm_head.{part}": tensor for part, tensor in head.tensors.items()}
+    algorithm = ALGORITHMS[quantiser.__name__]
+    description = {"quant_method": "modelopt", "quant_algo": algorithm}
+    packed = write_folder(tmp_path / "packed", config | {"quantization_config": description}, stored, 1)
+    with pytest.raises(CheckpointError, match=r"ties the head to the embedding, but lm_head\.weight"):
+        run(packed)
+
+
+DAMAGE = {
+    "NaN": (lambda t: t.fill_(float("nan")), "NaN"),
+    # Times the values that are zero.
+    "infinity": (lambda t: t.fill_(float("inf")), "NaN"),
+    "all zero": (lambda t: t.zero_(), "all zeros"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_values_are_judged_as_dequantised(damage: str, tmp_path: Path) -> None:
+    """A scale that is not finite, or zero, shows in the weight, and nothing is written."""
+    module = "backbone.layers.1.mixer.experts.3.up_proj"
+    change, what = DAMAGE[damage]
+    packed, _ = folders(
+        RECIPES["nemotron super"], tmp_path, lambda tensors: change(tensors[f"{module}.weight_scale_2"])
+    )
+    with pytest.raises(UserError, match=rf"{re.escape(module)}\.weight .*{what}"):
+        run(packed)
+    assert not (tmp_path / "packed.checkpoint").exists()
+
+
+def test_a_value_that_float16_cannot_hold(tmp_path: Path) -> None:
+    module = "backbone.layers.1.mixer.experts.3.up_proj"
+    packed, _ = folders(RECIPES["nemotron super"], tmp_path, lambda t: t[f"{module}.weight_scale_2"].fill_(1e3))
+    with pytest.raises(UserError, match=rf"{re.escape(module)}.*float16"):
+        run(packed, dtype="float16")
+    run(packed, dtype="bfloat16")
