@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.compat import TensorRT, load_tensorrt
+from trtllm_replayssm.network.base import Network
 from trtllm_replayssm.network.tensorrt.backend import slot_elements
-from trtllm_replayssm.network.tensorrt.build import EmittedStep, StepSizes, build_plan, emit_step
+from trtllm_replayssm.network.tensorrt.build import EmittedStep, StepModel, StepSizes, build_plan, emit_step
 from trtllm_replayssm.network.tensorrt.emitter import Emitter
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginOutput
 from trtllm_replayssm.network.torch_backend import TorchNetwork
@@ -47,6 +48,13 @@ def make_weights(decoder: HybridDecoder, dtype: torch.dtype, seed: int = 0) -> d
     }
 
 
+def step_model(decoder: HybridDecoder, options: StateOptions) -> StepModel:
+    def forward(net: Network, token_ids: Any) -> Any:
+        return decoder.forward(net, token_ids, options.replay, last_only=True)
+
+    return StepModel(forward, decoder.pools(options), options.activation, options.replay.window)
+
+
 @dataclass
 class Emission:
     """A cut network in TensorRT's own objects, with the builder that owns it and the plugin layers it was cut at."""
@@ -70,13 +78,14 @@ class Emission:
         capability: tuple[int, int] | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
         whole: bool = False,
+        tp_size: int = 1,
     ) -> Emission:
         tensorrt = tensorrt or rtx()
         builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
         network, plugins = tensorrt.create_network(builder), RecordedPlugins(whole)
         options = StateOptions(replay, dtype, max_seq_len)
         weights = weights or make_weights(decoder, dtype)
-        step = emit_step(tensorrt, network, decoder, weights, options, plugins, capability=capability)
+        step = emit_step(tensorrt, network, step_model(decoder, options), weights, plugins, tp_size, capability)
         return cls(tensorrt, builder, step, plugins, decoder, weights, options)
 
     def plan(self, sizes: StepSizes, capability: str = "SM89") -> bytes:
@@ -124,32 +133,50 @@ class Run:
         lengths: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits of every token ``[rows, T, vocab]`` from both, torch's first; commits ``accepted`` tokens of live rows."""
+        plan = self.plan(ids, mode, slots, lengths)
+        expected, got = self.by_torch(ids, plan), self.by_network(ids, plan)
+        for slot in plan["slot_ids"].tolist():
+            if slot >= 0:
+                self.cursors[slot, Cursor.COMMITTED] += accepted
+        return expected, got
+
+    def plan(
+        self, ids: Tensor, mode: RowMode, slots: list[int] | None = None, lengths: list[int] | None = None
+    ) -> dict[str, Tensor]:
+        """The rows' inputs of ``advance``, with the cursors before it, and the step info that it makes of them."""
         rows, tokens = ids.shape
-        slots = list(range(rows)) if slots is None else slots
-        query_lens = torch.tensor(lengths or [tokens] * rows)
-        attributes = AdvanceAttributes(self.emission.options.replay.window)
-        before = self.cursors.clone()
-        step = advance(attributes, self.cursors, torch.tensor(slots), query_lens, torch.full((rows,), mode), tokens)
-        kv_len = int(self.cursors[:, Cursor.COMMITTED].max()) + tokens
-        net = TorchNetwork(self.emission.weights, self.views(self.mine), step, self.emission.options.activation, kv_len)
-        expected = self.emission.decoder.forward(net, ids, self.emission.options.replay)
-        positions = torch.arange(tokens, dtype=torch.int32).repeat(rows, 1)
+        plan = {
+            "cursors": self.cursors.clone(),
+            "slot_ids": torch.tensor(slots or range(rows), dtype=torch.int32),
+            "query_lens": torch.tensor(lengths or [tokens] * rows, dtype=torch.int32),
+            "modes": torch.full((rows,), mode, dtype=torch.int32),
+        }
+        per_row = (plan["slot_ids"], plan["query_lens"], plan["modes"])
+        step = advance(AdvanceAttributes(self.emission.options.replay.window), self.cursors, *per_row, tokens)
+        return plan | {"step": step}
+
+    def by_torch(self, ids: Tensor, plan: Mapping[str, Tensor]) -> Tensor:
+        emission, kv_len = self.emission, int(self.cursors[:, Cursor.COMMITTED].max()) + ids.shape[1]
+        net = TorchNetwork(emission.weights, self.views(self.mine), plan["step"], emission.options.activation, kv_len)
+        return emission.decoder.forward(net, ids, emission.options.replay)
+
+    def by_network(
+        self, ids: Tensor, plan: Mapping[str, Tensor], exchange: Callable[[Tensor], list[Tensor]] | None = None
+    ) -> Tensor:
+        """exchange: see Interpreter."""
+        positions = torch.arange(ids.shape[1], dtype=torch.int32).repeat(len(ids), 1)
         feeds = {"input_ids": ids.int(), "logit_positions": positions} | self.theirs
-        if self.emission.plugins.with_advance:
-            rows_in = {"slot_ids": torch.tensor(slots), "query_lens": query_lens, "modes": torch.full((rows,), mode)}
-            feeds |= {"cursors": before} | {name: value.int() for name, value in rows_in.items()}
-        else:
-            feeds["step"] = step
-        got = Interpreter(self.emission.tensorrt, self.emission.step.network, self.resolve).run(feeds)
-        if self.emission.plugins.with_advance:
+        whole = self.emission.plugins.with_advance
+        wanted = ("cursors", "slot_ids", "query_lens", "modes") if whole else ("step",)
+        feeds |= {name: plan[name] for name in wanted}
+        interpreter = Interpreter(self.emission.tensorrt, self.emission.step.network, self.resolve, exchange)
+        got = interpreter.run(feeds)
+        if whole:
             assert torch.equal(got["cursors_out"], self.cursors)
         for name, pool in self.theirs.items():
             # Without the in-place layer the cache is a new tensor; a session would bind both names to one address.
             pool.copy_(got[f"{name}_out"].clone())
-        for slot in slots:
-            if slot >= 0:
-                self.cursors[slot, Cursor.COMMITTED] += accepted
-        return expected, got["logits"]
+        return got["logits"]
 
     def views(self, bound: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: logical(bound[name], pool) for name, pool in self.pools.items()}

@@ -64,10 +64,20 @@ def axis_of(mask: int) -> int:
 
 
 class Interpreter:
-    """One network. resolve: computes an input that is not fed (what a plugin layer makes), by name."""
+    """One network. resolve: computes an input that is not fed (what a plugin layer makes), by name.
 
-    def __init__(self, tensorrt: TensorRT, network: Any, resolve: Callable[[Interpreter, str], Tensor] | None = None):
+    exchange: hands in one rank's tensor and returns those of all ranks, for collectives.
+    """
+
+    def __init__(
+        self,
+        tensorrt: TensorRT,
+        network: Any,
+        resolve: Callable[[Interpreter, str], Tensor] | None = None,
+        exchange: Callable[[Tensor], list[Tensor]] | None = None,
+    ):
         self.tensorrt, self.trt, self.network, self.resolve = tensorrt, tensorrt.module, network, resolve
+        self.exchange = exchange
         self.values: dict[str, Tensor] = {}
         layers = [network.get_layer(i) for i in range(network.num_layers)]
         self.producers = {layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)}
@@ -243,6 +253,13 @@ class Interpreter:
             mask = mask & (torch.arange(key.shape[2]) < lengths[:, None])[:, None, None]
         scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, float("-inf"))
         return scores.softmax(-1) @ value
+
+    def dist_collective(self, layer: Any) -> Tensor:
+        # The layer does not tell its operation; only gathering changes the shape.
+        gathers = layer.get_output(0).shape[0] != layer.get_input(0).shape[0]
+        assert self.exchange is not None
+        parts = self.exchange(self.inputs(layer)[0])
+        return torch.cat(parts, 0) if gathers else torch.stack(parts).sum(0)
 
     def attention_output(self, layer: Any) -> Tensor:
         return self.inputs(layer)[0]

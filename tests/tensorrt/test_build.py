@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
-from emission import Emission, make_weights, rtx, without
+from emission import Emission, make_weights, rtx
 
 from trtllm_replayssm.builders.layers.attention import Attention
-from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
@@ -22,10 +22,8 @@ from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, build_plan, emit_step
+from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, build_plan
 from trtllm_replayssm.network.tensorrt.describe import describe_network, describe_tensors
-from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
-from trtllm_replayssm.replay import ReplayConfig
 
 SIZES = StepSizes(max_batch_size=64, verify_tokens=4, prefill_tokens=2048)
 #: 4093 + 3 drafts.
@@ -116,40 +114,6 @@ def test_cache_that_cannot_be_bound_is_refused() -> None:
     with pytest.raises(EngineError, match="which TensorRT cannot bind") as error:
         Emission.of(one(Attention(4, 1, 8, 0.3)), max_seq_len=124)
     assert "--max_seq_len" in error.value.hint
-
-
-@pytest.fixture
-def two_ranks():
-    """One rank of two of a decoder with every kind of collective."""
-    tensorrt = rtx()
-
-    def emit(tensorrt=tensorrt):
-        decoder = HybridDecoder(51, 32, 1e-5, (Attention(4, 2, 8, 0.3), Mlp(48, "swiglu")))
-        generator = torch.Generator().manual_seed(0)
-        weights = {
-            name: torch.randn(p.local_shape(2), generator=generator).half() for name, p in decoder.parameters(2).items()
-        }
-        builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
-        options = StateOptions(ReplayConfig(), torch.float16, 128)
-        network = tensorrt.create_network(builder)
-        step = emit_step(tensorrt, network, decoder.divided(2), weights, options, CutPlugins(), tp_size=2)
-        return builder, step
-
-    return emit
-
-
-def test_tensor_parallel_network(two_ranks) -> None:
-    """Two sums and the gathering of the logits, of the shapes that TensorRT infers."""
-    _, step = two_ranks()
-    kinds = [step.network.get_layer(i).type.name for i in range(step.network.num_layers)]
-    assert kinds.count("DIST_COLLECTIVE") == 3
-    assert step.tensors()["logits"] == ("out", torch.float32, (-1, -1, 51))
-
-
-def test_tensor_parallelism_is_refused_without_collectives(two_ranks) -> None:
-    with pytest.raises(EngineError, match="cannot sum over 2 ranks") as error:
-        two_ranks(without(rtx(), collective=False))
-    assert "--engine_flavour embedded" in error.value.hint
 
 
 def test_refused_layer_is_named() -> None:

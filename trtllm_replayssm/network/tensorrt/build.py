@@ -1,24 +1,23 @@
-"""From a decoder to a network, its profiles, and a plan."""
+"""From a model to a network, its profiles, and a plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtllm_replayssm.builders.layers.base import StateOptions
-from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import EngineError
-from trtllm_replayssm.network.base import DYNAMIC
+from trtllm_replayssm.network.base import DYNAMIC, Network
 from trtllm_replayssm.network.tensorrt.backend import TensorRTNetwork
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer, PluginOutput
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
+from trtllm_replayssm.plugins.pools import Pool
 
 #: Numbers of the profiles; VERIFY is there only in an engine that takes drafts.
 PREFILL, DECODE, VERIFY = 0, 1, 2
@@ -51,6 +50,20 @@ class StepSizes:
 
 
 @dataclass(frozen=True)
+class StepModel:
+    """What is emitted.
+
+    forward: logits float32 ``[rows, logits, vocab_size]`` of token ids ``[rows, tokens]``, in the ops of the network it is
+    given. pools: this rank's state by name. activation: dtype of the residual stream. window: of the rings.
+    """
+
+    forward: Callable[[Network, Tensor], Tensor]
+    pools: Mapping[str, Pool]
+    activation: torch.dtype
+    window: int
+
+
+@dataclass(frozen=True)
 class EmittedStep:
     """A finished network definition. Keep it until the plan is built: it holds the memory behind the constants.
 
@@ -76,45 +89,42 @@ class EmittedStep:
 def emit_step(
     tensorrt: TensorRT,
     network: Any,
-    decoder: HybridDecoder,
+    model: StepModel,
     weights: Mapping[str, torch.Tensor],
-    options: StateOptions,
     plugin_layer: PluginLayer,
     tp_size: int = 1,
     capability: tuple[int, int] | None = None,
 ) -> EmittedStep:
-    """Write one step of a decoder, divided for this rank, into an empty network.
+    """Write one step of a model into an empty network.
 
     Inputs: ``input_ids`` int32 ``[rows, tokens]``, ``logit_positions`` int32 ``[rows, logits]``, the cursors' inputs (see
     ``step_info``) and the state pools. Outputs: ``logits`` float32 ``[rows, logits, vocab_size]`` and the state pools.
-    weights: on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
+    weights: of this rank, on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
 
     Raises EngineError when this TensorRT cannot express the model.
     """
     emitter = Emitter(tensorrt, network)
     token_ids = emitter.input("input_ids", torch.int32, (DYNAMIC, DYNAMIC))
     logit_positions = emitter.input("logit_positions", torch.int32, (DYNAMIC, DYNAMIC), ("rows", "logits"))
-    step = step_info(emitter, options, plugin_layer, token_ids)
+    step = step_info(emitter, model.window, plugin_layer, token_ids)
     net = TensorRTNetwork(
         emitter,
         weights,
-        decoder.pools(options),
+        model.pools,
         step,
         token_ids,
         logit_positions,
-        options.activation,
+        model.activation,
         plugin_layer,
         tp_size,
         capability,
     )
-    logits = decoder.forward(net, token_ids, options.replay, last_only=True)
-    emitter.mark_output(logits, "logits")
-    return EmittedStep(
-        emitter, weights, min((p.shape[1] for p in net.pools.values() if p.kind == "kv"), default=math.inf)
-    )
+    emitter.mark_output(model.forward(net, token_ids), "logits")
+    caches = (pool.shape[1] for pool in model.pools.values() if pool.kind == "kv")
+    return EmittedStep(emitter, weights, min(caches, default=math.inf))
 
 
-def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer, token_ids: Tensor) -> Tensor:
+def step_info(emitter: Emitter, window: int, plugin_layer: PluginLayer, token_ids: Tensor) -> Tensor:
     """The rows' plan int32 ``[rows, STEP_WORDS]``, from the plugin layer ``advance``; an input ``step`` of a cut network.
 
     Inputs of ``advance``: ``cursors`` int32 ``[rows, CURSOR_WORDS]``, also an output ``cursors_out``, and ``slot_ids``,
@@ -132,7 +142,7 @@ def step_info(emitter: Emitter, options: StateOptions, plugin_layer: PluginLayer
         PluginOutput("cursors_out", (DYNAMIC, CURSOR_WORDS), torch.int32, "cursors"),
     )
     emitter.plugin_layers.append((emitter.scope, "advance"))
-    step, cursors = plugin_layer(emitter, "advance", AdvanceAttributes(options.replay.window), inputs, outputs)
+    step, cursors = plugin_layer(emitter, "advance", AdvanceAttributes(window), inputs, outputs)
     emitter.mark_output(cursors, "cursors_out")
     return step
 
