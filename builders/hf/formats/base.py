@@ -151,5 +151,6 @@ def any_of(options: Iterable[object]) -> str:
 
 
 def by_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """``values [n, k]`` times ``scales [n, k / block]``, each scale for ``block`` consecutive columns."""
-    return (values.unflatten(1, (-1, block)) * scales.unsqueeze(2)).flatten(1)
+    """``values [n, k]`` times ``scales [n, k / block]``, each scale for ``block`` consecutive columns; in place."""
+    values.unflatten(1, (-1, block)).mul_(scales.unsqueeze(2))
+    return values

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part
+from trtllm_replayssm.builders.hf.formats.codes import decode_e4m3
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Fp8(Format):
         return scale
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        return parts["weight"][rows].float() * self.row_scales(parts[self.scale].float(), rows, k)
+        return decode_e4m3(parts["weight"][rows]).mul_(self.row_scales(parts[self.scale].float(), rows, k))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.formats.base import Format, Part, by_blocks
-from trtllm_replayssm.builders.hf.formats.fp4 import decode_e8m0, unpack_e2m1
+from trtllm_replayssm.builders.hf.formats.codes import decode_e8m0, unpack_e2m1
 
 BLOCK = 32
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, by_blocks
-from trtllm_replayssm.builders.hf.formats.fp4 import unpack_e2m1
+from trtllm_replayssm.builders.hf.formats.codes import decode_e4m3, unpack_e2m1
 
 BLOCK = 16
 
@@ -46,7 +46,7 @@ class ModelOptNvfp4(Format):
         return parts
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        scales = parts["weight_scale"][rows].float() * parts["weight_scale_2"]
+        scales = decode_e4m3(parts["weight_scale"][rows]) * parts["weight_scale_2"]
         made = by_blocks(unpack_e2m1(parts["weight"][rows]), scales, BLOCK)
         return made * parts["pre_quant_scale"].float() if "pre_quant_scale" in parts else made
 
@@ -72,5 +72,5 @@ class CompressedNvfp4(Format):
         return parts
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        scales = parts["weight_scale"][rows].float() / parts["weight_global_scale"]
+        scales = decode_e4m3(parts["weight_scale"][rows]) / parts["weight_global_scale"]
         return by_blocks(unpack_e2m1(parts["weight_packed"][rows]), scales, BLOCK)
