@@ -106,6 +106,24 @@ class TensorRT:
         """An empty strongly typed network, the only kind from 11.0 on."""
         return builder.create_network(1 << int(self.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
+    def set_capability(self, config: Any, capability: tuple[int, int] | None) -> None:
+        """Build for a GPU that need not be there. ``tensorrt`` builds for the one at hand whatever is asked.
+
+        Raises EngineError for a GPU that ``tensorrt_rtx`` does not know by name.
+        """
+        if self.flavour != "tensorrt_rtx":
+            return
+        known = self.module.ComputeCapability.__members__
+        name = "CURRENT" if capability is None else "SM{}{}".format(*capability)
+        if name not in known:
+            named = sorted(n.removeprefix("SM") for n in known if n.startswith("SM"))
+            raise EngineError(
+                f"tensorrt_rtx does not build for compute capability {name.removeprefix('SM')}",
+                f"it knows {', '.join(named)}, and the GPU at hand",
+            )
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(known[name], 0)
+
     def add_attention(self, network: Any, query: Any, key: Any, value: Any) -> Any:
         """A fused attention layer with softmax and without a causal rule; the caller sets the mask."""
         trt = self.module

@@ -17,6 +17,7 @@ from trtllm_replayssm.network.base import Network
 from trtllm_replayssm.network.tensorrt.backend import slot_elements
 from trtllm_replayssm.network.tensorrt.build import EmittedStep, StepModel, StepSizes, build_plan, emit_step
 from trtllm_replayssm.network.tensorrt.emitter import Emitter
+from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginOutput
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
@@ -88,12 +89,9 @@ class Emission:
         step = emit_step(tensorrt, network, step_model(decoder, options), weights, plugins, tp_size, capability)
         return cls(tensorrt, builder, step, plugins, decoder, weights, options)
 
-    def plan(self, sizes: StepSizes, capability: str = "SM89") -> bytes:
+    def plan(self, sizes: StepSizes, **options: Any) -> bytes:
         """The serialised engine, built for a GPU that need not be there."""
-        config = self.builder.create_builder_config()
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(getattr(self.tensorrt.module.ComputeCapability, capability), 0)
-        return bytes(build_plan(self.step, self.builder, config, sizes))
+        return bytes(build_plan(self.step, self.builder, sizes, PlanOptions((8, 9), **options)))
 
 
 class RecordedPlugins(CutPlugins):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +20,13 @@ from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, build_plan
+from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY, StepSizes, add_profiles, build_plan
 from trtllm_replayssm.network.tensorrt.describe import describe_network, describe_tensors
+from trtllm_replayssm.network.tensorrt.options import PlanOptions
 
+SMALL = StepSizes(max_batch_size=2, verify_tokens=1, prefill_tokens=16)
 SIZES = StepSizes(max_batch_size=64, verify_tokens=4, prefill_tokens=2048)
 #: 4093 + 3 drafts.
 MAX_SEQ_LEN = 4093
@@ -89,19 +91,80 @@ def test_weights_are_not_copied() -> None:
 
 
 def test_profiles() -> None:
-    emission = Emission.of(one(Attention(4, 2, 8, 0.3)))
-    builder = emission.builder
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(emission.tensorrt.module.ComputeCapability.SM89, 0)
-    build_plan(emission.step, builder, config, StepSizes(8, 4, 100))
+    """Three in an engine with drafts, two in one without, which TensorRT takes."""
+    emission, sizes = Emission.of(one(Attention(4, 2, 8, 0.3))), StepSizes(8, 4, 100)
+    config = PlanOptions((8, 9)).config(emission.tensorrt, emission.builder)
+    add_profiles(emission.step.emitter, emission.builder, config, sizes)
     assert config.num_optimization_profiles == 3
-    assert not config.get_flag(emission.tensorrt.module.BuilderFlag.TF32)
-    ranges = StepSizes(8, 4, 100).profiles()
+    ranges = sizes.profiles()
     assert ranges[PREFILL] == {"rows": (1, 1, 1), "tokens": (1, 100, 100), "logits": (1, 1, 1)}
     assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 1, 1), "logits": (1, 1, 1)}
     assert ranges[VERIFY] == {"rows": (1, 8, 8), "tokens": (4, 4, 4), "logits": (1, 4, 4)}
     assert len(StepSizes(8, 1, 100).profiles()) == 2
+
+
+def test_options_reach_the_builder() -> None:
+    emission = Emission.of(one(Mlp(48, "relu2")))
+    trt = emission.tensorrt.module
+    plain = PlanOptions((8, 9)).config(emission.tensorrt, emission.builder)
+    chosen = PlanOptions((12, 0), strip_plan=True, weight_streaming=True, profiling_verbosity="detailed")
+    config = chosen.config(emission.tensorrt, emission.builder)
+    for flag, set_by_default, set_now in (
+        ("TF32", False, False),
+        ("STRIP_PLAN", False, True),
+        ("WEIGHT_STREAMING", False, True),
+    ):
+        assert plain.get_flag(getattr(trt.BuilderFlag, flag)) is set_by_default
+        assert config.get_flag(getattr(trt.BuilderFlag, flag)) is set_now
+    assert (plain.profiling_verbosity, config.profiling_verbosity) == (
+        trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
+        trt.ProfilingVerbosity.DETAILED,
+    )
+    assert (plain.get_compute_capability(0), config.get_compute_capability(0)) == (
+        trt.ComputeCapability.SM89,
+        trt.ComputeCapability.SM120,
+    )
+
+
+def test_unknown_gpu_is_refused() -> None:
+    emission = Emission.of(one(Mlp(48, "relu2")))
+    with pytest.raises(EngineError, match="does not build for compute capability 90") as error:
+        build_plan(emission.step, emission.builder, SMALL, PlanOptions((9, 0)))
+    assert "89" in error.value.hint
+
+
+def test_progress() -> None:
+    """Every phase ends complete, and the outermost covers the build."""
+    seen: dict[str, tuple[int, int]] = {}
+    phases: list[str] = []
+
+    def report(phase: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        assert done >= seen.get(phase, (0, 0))[0] or done == 0
+        seen[phase] = (done, total)
+        phases.append(phase)
+
+    Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, report=report)
+    assert all(done == total for done, total in seen.values())
+    assert phases[0] == phases[-1]
+
+
+def test_build_can_be_stopped() -> None:
+    with pytest.raises(EngineError, match="could not build"):
+        Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, report=lambda phase, done, total: done == 0)
+
+
+def test_timing_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "timing.cache"
+    Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, output_timing_cache=cache)
+    assert cache.stat().st_size > 0
+    assert [path.name for path in tmp_path.iterdir()] == [cache.name]
+    Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, input_timing_cache=cache)
+
+
+def test_missing_timing_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file or directory"):
+        Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, input_timing_cache=tmp_path / "none")
 
 
 def test_step_longer_than_the_cache_is_refused() -> None:
@@ -125,7 +188,7 @@ def test_refused_layer_is_named() -> None:
     b = emitter.number(1.0, torch.float16, 3)
     with pytest.raises(EngineError, match="could not build"):
         emitter.network.mark_output(emitter.binary("SUM", a, b))
-        emission.plan(replace(SIZES, prefill_tokens=64))
+        emission.plan(SMALL)
 
 
 def test_description() -> None:

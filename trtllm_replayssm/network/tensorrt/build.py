@@ -14,6 +14,7 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network
 from trtllm_replayssm.network.tensorrt.backend import TensorRTNetwork
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
+from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer, PluginOutput
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
@@ -158,10 +159,11 @@ def add_profiles(emitter: Emitter, builder: Any, config: Any, sizes: StepSizes) 
         config.add_optimization_profile(profile)
 
 
-def build_plan(step: EmittedStep, builder: Any, config: Any, sizes: StepSizes) -> Any:
-    """The serialised engine. ``config`` carries the caller's choices; profiles and precision are set here.
+def build_plan(step: EmittedStep, builder: Any, sizes: StepSizes, options: PlanOptions | None = None) -> Any:
+    """The serialised engine, a buffer. ``builder`` is the one whose network was written.
 
-    Raises EngineError when the sizes do not fit the network, or when the builder fails; its reasons are in TensorRT's log.
+    Raises EngineError when the sizes do not fit the network, when there is no such GPU, or when the builder fails or was
+    stopped (its reasons are in TensorRT's log); UserError for a timing cache that cannot be used.
     """
     longest = max(sizes.prefill_tokens, sizes.verify_tokens)
     if longest > step.max_tokens:
@@ -169,10 +171,11 @@ def build_plan(step: EmittedStep, builder: Any, config: Any, sizes: StepSizes) -
             f"a step of {longest} tokens does not fit into a KV cache of {step.max_tokens} positions",
             "lower --max_num_tokens, or raise --max_seq_len",
         )
-    # A float32 router must choose the experts that torch chooses: no shortened mantissas.
-    config.clear_flag(step.emitter.trt.BuilderFlag.TF32)
+    options = options or PlanOptions()
+    config = options.config(step.emitter.tensorrt, builder)
     add_profiles(step.emitter, builder, config, sizes)
     plan = builder.build_serialized_network(step.network, config)
     if plan is None:
         raise EngineError("TensorRT could not build the engine", "its log, above, names the layer")
+    options.save_timing_cache(config)
     return plan
