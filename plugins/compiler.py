@@ -20,7 +20,7 @@ from typing import Any
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.launch import Kernel
 
-#: Architectures that kernels are released and checked for. Others of compute capability 8.0 or more work as well.
+#: Architectures that kernels are released and checked for. Others of compute capability 9.0 or more should work as well.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 SOURCE_FOLDER = Path(__file__).parent / "cuda"
@@ -61,11 +61,11 @@ class Binary:
 def architecture(major: int, minor: int) -> str:
     """The architecture to compile for on a device of this compute capability.
 
-    Raises EngineError below 8.0, where the matrix instructions the kernels are built on do not exist.
+    Raises EngineError below 9.0, where the bulk copies that the kernels use do not exist.
     """
-    if major < 8:
+    if major < 9:
         raise EngineError(
-            f"the CUDA kernels need compute capability 8.0 or more, this GPU has {major}.{minor}",
+            f"the CUDA kernels need compute capability 9.0 or more, this GPU has {major}.{minor}",
             "--plugin_impl reference runs anywhere",
         )
     name = f"sm_{major}{minor}"

@@ -23,6 +23,13 @@ struct Updates {
             }
         }
     }
+    // Rounds u to tf32, for a state that keeps fewer bits still.
+    __device__ __forceinline__ void round() {
+#pragma unroll
+        for (int block = 0; block < ENTRY_BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) u[block][i / 4][i % 4] = round_tf32(u[block][i / 4][i % 4]);
+    }
     // Keeps the compiler from splitting u once and for all, which would double its registers.
     __device__ __forceinline__ void keep() {
 #pragma unroll
@@ -32,22 +39,31 @@ struct Updates {
     }
 };
 
-// sum_j u_j B_j^T of one block of 32 columns, pairs 2 half and 2 half + 1; `b_row(j)` is the address of B_j.
-template <typename Rows>
+// sum_j u_j B_j^T of one block of 32 columns, pairs 2 half and 2 half + 1; `b_row(b, s, e)` is the address of the B row of entry
+// 16 b + 8 s + 2 t + e. SPLIT: u is float32, not rounded.
+template <bool SPLIT, typename Rows>
 __device__ __forceinline__ void sum_updates(Accumulator (&sum)[2], Updates& updates, int entries, int block, int half, int lane,
                                             Rows b_row) {
     const int g = lane / 4;
-    updates.keep();
+    if constexpr (SPLIT) updates.keep();
 #pragma unroll
-    for (int b = 0; b < ENTRY_BLOCKS; ++b)
+    for (int b = 0; b < ENTRY_BLOCKS; ++b) {
+        if (!is_needed(b, entries)) continue;
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            if (16 * b + 8 * s >= entries) continue;
             const uint2 even = load_two_pairs<WIDE_STATE>(b_row(b, s, 0), block, half, g / 2);
             const uint2 odd = load_two_pairs<WIDE_STATE>(b_row(b, s, 1), block, half, g / 2);
-            mma_split_a(sum[0], updates.u[b][s], half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(odd.x, g & 1));
-            mma_split_a(sum[1], updates.u[b][s], half_to_float<ACT>(even.y, g & 1), half_to_float<ACT>(odd.y, g & 1));
+            const float b0[2] = {half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(even.y, g & 1)};
+            const float b1[2] = {half_to_float<ACT>(odd.x, g & 1), half_to_float<ACT>(odd.y, g & 1)};
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                if constexpr (SPLIT)
+                    mma_split_a(sum[m], updates.u[b][s], b0[m], b1[m]);
+                else
+                    mma_tf32(sum[m], updates.u[b][s], b0[m], b1[m]);
+            }
         }
+    }
 }
 
 template <typename From, typename To>
@@ -77,7 +93,7 @@ __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Accumulator sum[2] = {};
-            sum_updates(sum, updates, entries, chunk * BLOCKS_A_CHUNK + k, half, lane, b_row);
+            sum_updates<true>(sum, updates, entries, chunk * BLOCKS_A_CHUNK + k, half, lane, b_row);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 add_updates(folded[r], state.v[k][r], updates.decay, sum, half, r);

@@ -26,6 +26,9 @@ struct Extent {
     int history, length;
 };
 
+// Whether block b of 16 entries is worked on. The first always is, without a branch: entries that do not exist weigh nothing.
+__device__ __forceinline__ bool is_needed(int b, int length) { return b == 0 || 16 * b < length; }
+
 // A row's sequence, with all addresses of the row applied.
 struct Sequence : Extent {
     Row row;
@@ -149,7 +152,7 @@ struct HeadCursor {
         for (int b = 0; b < ENTRY_BLOCKS; ++b)
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                if (16 * b + 8 * s < seq.length) out.x[b][s] = load_8_bytes(x[b][s]);
+                if (is_needed(b, seq.length)) out.x[b][s] = load_8_bytes(x[b][s]);
                 x[b][s] += seq.x_step(seq.existing(16 * b + 8 * s + lane / 4));
             }
     }

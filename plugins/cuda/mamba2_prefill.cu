@@ -13,6 +13,10 @@ constexpr int PIECE = 16;
 constexpr int CHANNELS = 16 * WARPS_A_BLOCK;
 // Eight elements more than a row needs put equal columns of successive rows into different banks.
 constexpr int N_PITCH = STATE_SIZE + 8, X_PITCH = CHANNELS + 8;
+// Pieces in shared memory: the one at hand and those on their way, in 48 KB.
+constexpr int STAGES = STATE_SIZE > 128 || WARPS_A_BLOCK > 4 ? 2 : 3;
+// What bfloat16 keeps of outputs and of a state leaves no trace of tf32's rounding.
+constexpr bool SPLIT_READ = !same_type<ACT, bf16>::value, SPLIT_FOLD = !same_type<STATE, bf16>::value;
 
 struct Stage {
     ACT b[PIECE][N_PITCH], c[PIECE][N_PITCH], x[PIECE][X_PITCH];
@@ -32,23 +36,34 @@ struct Piece {
     __device__ int entry(const Sequence& seq, int i) const { return first + i + (tokens ? seq.history : 0); }
 };
 
+// Starts the copies of a piece; rows behind its end become zero.
 __device__ __forceinline__ void request(Stage& stage, const Piece& piece, const Sequence& seq, int head, int p0) {
-    constexpr int UNIT = 8, N_UNITS = STATE_SIZE / UNIT, X_UNITS = CHANNELS / UNIT;
-    const int group = head / HEADS_A_GROUP;
+    constexpr int UNIT = 8, THREADS = 32 * WARPS_A_BLOCK, N_UNITS = STATE_SIZE / UNIT, X_UNITS = CHANNELS / UNIT;
+    constexpr int N_ROWS = THREADS / N_UNITS, X_ROWS = THREADS / X_UNITS;
     // Addresses are computed anew for every piece instead of being kept in registers.
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    for (int at = thread; at < PIECE * N_UNITS; at += 32 * WARPS_A_BLOCK) {
-        const int i = at / N_UNITS, column = at % N_UNITS * UNIT;
+    const int group = head / HEADS_A_GROUP, column = thread % N_UNITS * UNIT, channel = thread % X_UNITS * UNIT;
+#pragma unroll
+    for (int from = 0; from < PIECE; from += N_ROWS) {
+        const int i = from + thread / N_UNITS;
+        if (thread >= N_ROWS * N_UNITS || i >= PIECE) break;
         const bool present = i < piece.count;
-        const int j = piece.entry(seq, present ? i : 0);
-        copy_16_bytes(&stage.b[i][column], seq.b(j, group) + column, present);
-        if (piece.tokens) copy_16_bytes(&stage.c[i][column], seq.c(j - seq.history, group) + column, present);
+        if (piece.tokens) {
+            const ACT* row = seq.c(piece.first + i, group) + column;
+            copy_16_bytes(&stage.c[i][column], row, present);
+            copy_16_bytes(&stage.b[i][column], row - GROUPS * STATE_SIZE, present);
+        } else {
+            copy_16_bytes(&stage.b[i][column], seq.b(piece.first + i, group) + column, present);
+        }
     }
-    for (int at = thread; at < PIECE * X_UNITS; at += 32 * WARPS_A_BLOCK) {
-        const int i = at / X_UNITS, channel = at % X_UNITS * UNIT;
-        const bool present = i < piece.count;
-        copy_16_bytes(&stage.x[i][channel], seq.x(piece.entry(seq, present ? i : 0), head) + p0 + channel, present);
+#pragma unroll
+    for (int from = 0; from < PIECE; from += X_ROWS) {
+        const int i = from + thread / X_UNITS;
+        if (thread >= X_ROWS * X_UNITS || i >= PIECE) break;
+        const ACT* row = piece.tokens ? seq.in.xbc + i64(piece.first + i) * seq.in.xbc_stride + head * HEAD_DIM
+                                      : seq.x(piece.first + i, head);
+        copy_16_bytes(&stage.x[i][channel], row + p0 + channel, i < piece.count);
     }
 }
 
@@ -90,7 +105,7 @@ struct State {
     // S C of a piece's tokens, and B . C of its entries.
     __device__ __forceinline__ Outputs multiply(const Stage& stage, GroupProducts& bc, int lane) {
         const int g = lane / 4, t = lane % 4;
-        StateProducts<float> products = {};
+        StateProducts<float, SPLIT_READ> products = {};
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k) {
             const Pairs low = load_pairs<WIDE_STATE>(stage.c[g], k, t), high = load_pairs<WIDE_STATE>(stage.c[g + 8], k, t);
@@ -114,7 +129,7 @@ struct State {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 Accumulator sum[2] = {};
-                sum_updates(sum, updates, count, k, half, lane,
+                sum_updates<SPLIT_FOLD>(sum, updates, count, k, half, lane,
                             [&](int, int s, int e) { return stage.b[8 * s + 2 * (lane % 4) + e]; });
 #pragma unroll
                 for (int r = 0; r < 2; ++r) add_updates(v[k][r], v[k][r], updates.decay, sum, half, r);
@@ -142,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
                    const STATE* state, const ACT* ring_x, const ACT* ring_b, const float* ring_dt, int tokens, int xbc_stride,
                    int dt_stride, int state_stride, int ring_x_stride, int ring_b_stride, int ring_dt_stride,
                    int /*heads_per_block*/, ACT* y, STATE* state_out, ACT* ring_x_out, ACT* ring_b_out, float* ring_dt_out) {
-    __shared__ alignas(16) Stage stages[2];
+    __shared__ alignas(16) Stage stages[STAGES];
     constexpr int BLOCKS_A_HEAD = HEAD_DIM / CHANNELS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.x / BLOCKS_A_HEAD, p0 = blockIdx.x % BLOCKS_A_HEAD * CHANNELS;
@@ -163,26 +178,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
     const i64 lane_row = i64(head) * HEAD_SIZE + (p0 + 16 * warp + state_row(g)) * STATE_SIZE;
     STATE* rows_out = state_out + row.slot * state_stride + lane_row;
     const int of_history = (seq.history + PIECE - 1) / PIECE, pieces = of_history + (row.tokens + PIECE - 1) / PIECE;
-    const float rate = -LOG2_E * expf(A_log[head]), bias = dt_bias[head], skip = D[head];
+    const float rate = -LOG2_E * expf(A_log[head]);
 
-    request(stages[0], Piece(seq, 0), seq, head, p0);
-    end_copies();
+    const auto request_piece = [&](int index) {
+        if (index < pieces) request(stages[index % STAGES], Piece(seq, index), seq, head, p0);
+        end_copies();
+    };
+#pragma unroll
+    for (int index = 0; index + 1 < STAGES; ++index) request_piece(index);
     float next_dt = request_dt(Piece(seq, 0), seq, head, lane);
     State s;
     s.load(seq.in.state + lane_row, t, row.folded > 0);
 
     for (int index = 0; index < pieces; ++index) {
         const Piece piece(seq, index);
-        const Stage& stage = stages[index % 2];
+        const Stage& stage = stages[index % STAGES];
         float step_size = next_dt;
-        if (piece.tokens && lane < piece.count) step_size = fminf(fmaxf(softplus(step_size + bias), DT_MIN), DT_MAX);
-        if (index + 1 < pieces) {
-            request(stages[(index + 1) % 2], Piece(seq, index + 1), seq, head, p0);
-            next_dt = request_dt(Piece(seq, index + 1), seq, head, lane);
-        }
-        end_copies();
-        wait_for_copies<1>();
+        if (piece.tokens && lane < piece.count) step_size = fminf(fmaxf(softplus(step_size + dt_bias[head]), DT_MIN), DT_MAX);
+        // Behind the barrier this piece has arrived for all warps, and all have left the piece before it, whose stage is free.
+        wait_for_copies<STAGES - 2>();
         __syncthreads();
+        request_piece(index + STAGES - 1);
+        if (index + 1 < pieces) next_dt = request_dt(Piece(seq, index + 1), seq, head, lane);
 
         const Decays decays(step_size, rate, lane);
         HeadInputs in;
@@ -192,15 +209,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
         if (piece.tokens) {
             GroupProducts bc = {};
             const Outputs products = s.multiply(stage, bc, lane);
-            read_out(products, bc, in, decays, Extent{0, piece.count}, skip, lane, piece.count,
+            read_out(products, bc, in, decays, Extent{0, piece.count}, D[head], lane, piece.count,
                      y + i64(piece.first + g) * INNER + 16 * warp + 4 * t);
             if (!row.absorbs())
                 append_piece(stage, piece, seq, decays, head, p0, lane, ring_x_out + row.slot * ring_x_stride,
                              ring_b_out + row.slot * ring_b_stride, ring_dt_out + row.slot * ring_dt_stride);
         }
         Updates updates(in, decays, piece.count, lane);
+        if constexpr (!SPLIT_FOLD) updates.round();
         s.fold_piece(stage, updates, piece.count, lane);
         if (row.folds() && index + 1 == (row.absorbs() ? pieces : of_history)) s.store(rows_out, t);
-        __syncthreads();
     }
 }

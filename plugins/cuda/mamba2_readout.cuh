@@ -8,9 +8,9 @@ struct Outputs {
     Accumulator v[2];
 };
 
-// S0 C of a head, accumulated chunk by chunk. The two parts of a float32 state have accumulators of their own, which halves
-// the chain of dependent instructions.
-template <typename T>
+// S0 C of a head, accumulated chunk by chunk. A float32 state counts in two parts, or rounded to tf32; either way two
+// accumulators halve the chain of dependent instructions.
+template <typename T, bool SPLIT = sizeof(T) == 4>
 struct StateProducts {
     static constexpr int PARTS = sizeof(T) == 4 ? 2 : 1;
     Accumulator v[2][PARTS];
@@ -48,8 +48,11 @@ private:
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const float first = s[q].get(m, 0), second = s[q].get(m, 1);
-                mma_tf32(v[q][0], a, first, second);
-                if constexpr (PARTS > 1)
+                if constexpr (sizeof(T) == 4 && !SPLIT)
+                    mma_tf32(v[q][m % PARTS], a, round_tf32(first), round_tf32(second));
+                else
+                    mma_tf32(v[q][0], a, first, second);
+                if constexpr (SPLIT)
                     mma_tf32(v[q][PARTS - 1], a, first - tf32_part(first), second - tf32_part(second));
             }
         }
@@ -63,11 +66,10 @@ __device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& b
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int b = 0; b < ENTRY_BLOCKS; ++b) {
-        if (16 * b >= seq.length) continue;
+        if (!is_needed(b, seq.length)) continue;
         const TransposedX x(in.x[b]);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            if (16 * b + 8 * s >= seq.length) continue;
             float m[4] = {};
 #pragma unroll
             for (int n = 0; n < TOKEN_TILES; ++n)

@@ -16,8 +16,8 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 #: Largest finite float32: "no upper clamp" in the kernels.
 NO_CLAMP = "3.4028235e38f"
 Macros = tuple[tuple[str, str | int | float], ...]
-#: Longest sequence of a row that mamba2_step keeps in registers.
-MOST_ENTRIES = 64
+#: Longest sequence of a row that mamba2_step keeps in registers, by the largest state size.
+MOST_ENTRIES = {128: 64, 256: 48}
 #: Entries of a piece of mamba2_prefill.
 PIECE = 16
 #: Warps a device should be given before a block takes more than one head.
@@ -45,8 +45,7 @@ def launch_record(
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
     )
-    long_step = tokens <= MAX_VERIFY_TOKENS and most_entries(a, tokens) > MOST_ENTRIES
-    if long_step or not fits_matrix_kernels(a, activation, ring, strides):
+    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, tokens):
         kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
         return Launch(kernel, (-(-a.num_heads * a.head_dim // 4), rows, 1), (tokens, *strides, 0))
     if tokens > MAX_VERIFY_TOKENS:
@@ -68,6 +67,12 @@ def fits_matrix_kernels(
     shape = a.head_dim % 16 == 0 and a.head_dim <= 256 and a.state_size in (32, 64, 128, 256)
     aligned = all(stride % 8 == 0 for stride in (strides[0], *strides[2:]))
     return narrow and shape and aligned
+
+
+def fits_registers(a: Mamba2Attributes, tokens: int) -> bool:
+    """False for the longest windows with the longest verify steps; prefill has no such limit."""
+    limit = next(entries for size, entries in MOST_ENTRIES.items() if a.state_size <= size)
+    return tokens > MAX_VERIFY_TOKENS or most_entries(a, tokens) <= limit
 
 
 def step_record(
@@ -122,7 +127,7 @@ def prefill_record(a: Mamba2Attributes, shape: Macros, rows: int, tokens: int, s
         ("ENTRIES", PIECE),
         ("HEADS_A_BLOCK", 1),
         ("WARPS_A_BLOCK", warps),
-        ("WARPS_AN_SM", 8 if a.state_size > 128 else 12),
+        ("WARPS_AN_SM", max(warps, 8)),
     )
     kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", 32 * warps, (*shape, *tuned))
     return Launch(kernel, (a.num_heads * tiles // warps, rows, 1), (tokens, *strides, 0))
