@@ -23,17 +23,21 @@ constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int KEY_STRIDE = KEY_DIM + 16;  // floats from row to row of staged keys: quarter warps read 128-bit words apart
 constexpr int SYSTEM_STRIDE = 20;         // likewise of the triangular systems
 
-// Warps that share 16 value rows: as few as registers (64 for the state) and the slice's rows allow; 0: none fits.
+// Key columns of a warp at most: 64 state values a thread in a prefill, 32 in a decode step, whose read-out needs blocks.
+constexpr int MOST_KEYS = TOKENS == 0 ? 128 : 64;
+// Warps that share 16 value rows: as few as that and the slice's rows allow; 0: none fits.
 constexpr int key_warps(int n) {
     return n > WARPS ? 0
-           : KEY_DIM / n <= 128 && KEY_DIM / n % 16 == 0 && SLICE % (16 * WARPS / n) == 0 ? n
-                                                                                             : key_warps(2 * n);
+           : KEY_DIM / n <= MOST_KEYS && KEY_DIM / n % 16 == 0 && SLICE % (16 * WARPS / n) == 0 ? n
+                                                                                                 : key_warps(2 * n);
 }
 constexpr bool CHUNKED = WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && key_warps(1) > 0;
 constexpr int KEY_WARPS = key_warps(1) > 0 ? key_warps(1) : 1;
 constexpr int TILE_VALUES = 16 * WARPS / KEY_WARPS;  // value rows of the block's tile
 constexpr int PAIRS = CHUNKED ? KEY_DIM / KEY_WARPS / 16 : 1;
 constexpr int SCALED_ENTRIES = CHUNK / WARPS;  // entries of a warp, in staging
+// A prefill has registers to interleave them.
+constexpr int ENTRIES_TOGETHER = TOKENS == 0 ? SCALED_ENTRIES : 1, CHANNELS_TOGETHER = TOKENS == 0 ? LANE_COLS : 1;
 
 struct ChunkShared {
     float k[CHUNK][KEY_STRIDE];  // normalised; with per-channel decays, times exp(G) once the pairs are done
@@ -42,7 +46,7 @@ struct ChunkShared {
     float last[PER_CHANNEL ? KEY_STRIDE : 4];                             // exp(G_last), per channel or at [0]
     float from_start[CHUNK], to_end[CHUNK];                               // exp(G), exp(G_last - G) of scalar decays
     float system[KEY_WARPS][TILE_VALUES][SYSTEM_STRIDE];                  // S0 k of each entry, then u
-    float output[KEY_WARPS][TILE_VALUES][SYSTEM_STRIDE];                  // S0 q of each entry, then o
+    float output[KEY_WARPS][TILE_VALUES][SYSTEM_STRIDE];                  // S0 q of each entry
     float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];                             // coefficients of u_i in u_j, [i][j], and o_j, [j][i]
     float v[CHUNK][TILE_VALUES];
     float g[CHUNK], beta[CHUNK];
@@ -152,7 +156,7 @@ struct ChunkTile {
                 __syncwarp();
                 store_padded(shared.decay[at], lane(), k);
             }
-            finish_decays<1>(w, lane(), index, shared.decay[at], first == 0);
+            finish_decays<CHANNELS_TOGETHER>(w, lane(), index, shared.decay[at], first == 0);
         } else {
             shared.g[at] = finish_decay(w, index, 0, g, first == 0);
         }
@@ -167,8 +171,23 @@ struct ChunkTile {
             for (int c = lane(); c < KEY_DIM; c += 32) shared.decay[at][c] = 1.0f;
         shared.g[at] = shared.beta[at] = 0.0f;
     }
+    // The keys of a row with a single chunk serve all its tiles; later tiles stage their values alone.
+    __device__ bool keys_are_staged() const {
+        const int all = w.row.history() + w.row.tokens, fold = w.row.fold_entries();
+        return first > 0 && all <= CHUNK && (fold == 0 || fold == all);
+    }
+    __device__ void stage_values(int from, int count) {
+#pragma unroll 2
+        for (int n = threadIdx.x; n < count * TILE_VALUES; n += THREADS) {
+            const int at = n / TILE_VALUES, r = first + n % TILE_VALUES;
+            const float v = fetch_value(w, from + at, r);
+            shared.v[at][n % TILE_VALUES] = v;
+            append_value(w, from + at, r, v);
+        }
+    }
     // A warp stages entries warp, warp + 4, ...: all are requested before the first is waited for.
     __device__ void stage(int from, int count) {
+#pragma unroll 1
         for (int at = warp(); at < count; at += WARPS) request_entry(at, from + at);
         // Lane n has the scalars of the warp's n-th entry.
         const int mine = from + warp() + lane() % SCALED_ENTRIES * WARPS, history = w.row.history();
@@ -182,7 +201,7 @@ struct ChunkTile {
         }
         wait_copies();
         __syncwarp();
-#pragma unroll 1
+#pragma unroll ENTRIES_TOGETHER
         for (int n = 0; n < SCALED_ENTRIES; ++n) {
             const int at = warp() + n * WARPS;
             const float entry_beta = __shfl_sync(~0u, beta, n), entry_g = __shfl_sync(~0u, g, n);
@@ -193,8 +212,8 @@ struct ChunkTile {
         }
     }
 
-    // ---- coefficients of pairs: kk[i][j] = beta_j (k_j . exp(G_j - G_i) k_i) for i < j, else zero, and -----------------------
-    // ---- qk[j][i] = q_j . exp(G_j - G_i) k_i for i <= j, else zero ---------------------------------------------------------
+    // ---- coefficients of pairs: kk[i][j] = beta_j (k_j . exp(G_j - G_i) k_i) for i < j, --------------------------------------
+    // ---- qk[j][i] = q_j . exp(G_j - G_i) k_i for i <= j; the other triangles hold anything ------------------------------------
 
     // Scalar decays: products of all pairs, a warp for 8 columns i of either matrix.
     __device__ void multiply_pairs(bool outputs) {
@@ -216,7 +235,7 @@ struct ChunkTile {
             }
         }
         float exponent[4] = {};
-#pragma unroll
+#pragma unroll 2
         for (int m = 0; m < CHUNK; ++m) {
             const float log_decay = shared.g[m];
 #pragma unroll
@@ -229,15 +248,15 @@ struct ChunkTile {
             if (j >= CHUNK) continue;
             const float value = expf(exponent[e]) * (sum[0].v[e] + sum[1].v[e] + (rest[0].v[e] + rest[1].v[e]));
             if (is_output)
-                shared.qk[j][i] = i <= j ? value : 0.0f;
+                shared.qk[j][i] = value;
             else
-                shared.kk[i][j] = i < j ? shared.beta[j] * value : 0.0f;
+                shared.kk[i][j] = shared.beta[j] * value;
         }
     }
 
     // Decays per channel: eight lanes carry k_i forward through the decays and meet every later k_j and q_j.
     template <bool OUTPUTS>
-    __device__ void carry_pairs() {
+    __device__ void carry_pairs(int count) {
         constexpr int PART = KEY_DIM / 8;  // key columns of a lane: 4 (l + 8 m) + 0 ... 3
         const int l = threadIdx.x % 8, i = threadIdx.x / 8;
         if (i >= CHUNK) return;
@@ -245,7 +264,7 @@ struct ChunkTile {
 #pragma unroll
         for (int m = 0; m < PART; m += 4) load_vector<4>(&shared.k[i][4 * l + 8 * m], carried + m);
 #pragma unroll 2
-        for (int j = 0; j < CHUNK; ++j) {
+        for (int j = i / 4 * 4; j < count; ++j) {  // the warp's first i
             float k_sums[4] = {}, q_sums[4] = {};
 #pragma unroll
             for (int m = 0; m < PART; m += 4) {
@@ -265,22 +284,23 @@ struct ChunkTile {
             float sums[2] = {(k_sums[0] + k_sums[1]) + (k_sums[2] + k_sums[3]), (q_sums[0] + q_sums[1]) + (q_sums[2] + q_sums[3])};
             if constexpr (OUTPUTS) {
                 sum_scattered<8>(sums, l);
-                if (l == 0) shared.kk[i][j] = i < j ? shared.beta[j] * sums[0] : 0.0f;
-                if (l == 4) shared.qk[j][i] = i <= j ? sums[0] : 0.0f;
+                if (l == 0) shared.kk[i][j] = shared.beta[j] * sums[0];
+                if (l == 4) shared.qk[j][i] = sums[0];
             } else {
                 float one[1] = {sums[0]};
                 sum_all<8>(one);
-                if (l == 0) shared.kk[i][j] = i < j ? shared.beta[j] * one[0] : 0.0f;
+                if (l == 0) shared.kk[i][j] = shared.beta[j] * one[0];
             }
         }
+        for (int j = count + l; j < CHUNK; j += 8) shared.kk[i][j] = 0.0f;
     }
-    __device__ void pair_entries(bool outputs) {
+    __device__ void pair_entries(int count, bool outputs) {
         if constexpr (!PER_CHANNEL)
             multiply_pairs(outputs);
         else if (outputs)
-            carry_pairs<true>();
+            carry_pairs<true>(count);
         else
-            carry_pairs<false>();
+            carry_pairs<false>(count);
     }
 
     // exp(G) and exp(G_last - G): one thread a channel, or a scalar's entry.
@@ -363,8 +383,8 @@ struct ChunkTile {
         return sum;
     }
 
-    // The triangular system of one value row: S0 k to u, S0 q to o.
-    __device__ void solve(int count, int first_output) {
+    // The triangular system of one value row: S0 k to u.
+    __device__ void solve(int count) {
         const int r = threadIdx.x;
         float u[CHUNK];
 #pragma unroll
@@ -373,18 +393,25 @@ struct ChunkTile {
             u[j] = shared.beta[j] * fmaf(-stored, PER_CHANNEL ? 1.0f : shared.from_start[j], shared.v[j][r]);
         }
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i)
+        for (int i = 0; i < CHUNK; ++i) {
 #pragma unroll
             for (int j = i + 1; j < CHUNK; ++j) u[j] = fmaf(-shared.kk[i][j], u[i], u[j]);
-#pragma unroll 1
-        for (int j = first_output; j < count; ++j) {
-            float sums[4] = {(PER_CHANNEL ? 1.0f : shared.from_start[j]) * read(shared.output, r, j), 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int i = 0; i < CHUNK; ++i) sums[i % 4] = fmaf(shared.qk[j][i], u[i], sums[i % 4]);
-            shared.output[0][r][j] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         }
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) shared.system[0][r][j] = u[j] * (PER_CHANNEL ? 1.0f : shared.to_end[j]);
+        for (int j = 0; j < CHUNK; ++j) shared.system[0][r][j] = u[j];
+    }
+
+    // o of the chunk's entries from first_output on, which are tokens.
+    __device__ void write_outputs(int from, int count, int first_output) const {
+#pragma unroll 1
+        for (int n = threadIdx.x + first_output * TILE_VALUES; n < count * TILE_VALUES; n += THREADS) {
+            const int j = n / TILE_VALUES, r = n % TILE_VALUES;
+            float sums[4] = {(PER_CHANNEL ? 1.0f : shared.from_start[j]) * read(shared.output, r, j), 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i)
+                sums[i % 4] = fmaf(i <= j ? shared.qk[j][i] : 0.0f, shared.system[0][r][i], sums[i % 4]);
+            w.o(from + j - w.row.history())[first + r] = from_float<ACT>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        }
     }
 
     __device__ void update_state(int count) {
@@ -392,11 +419,13 @@ struct ChunkTile {
 #pragma unroll
         for (int n = 0; n < CHUNK / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) u[n][e] = shared.system[0][row() + 8 * (e % 2)][8 * n + t() + 4 * (e / 2)];
+            for (int e = 0; e < 4; ++e) {
+                const int j = 8 * n + t() + 4 * (e / 2);
+                u[n][e] = shared.system[0][row() + 8 * (e % 2)][j] * (PER_CHANNEL ? 1.0f : shared.to_end[j]);
+            }
         const float(*keys)[KEY_STRIDE] = key_updates();
 #pragma unroll
         for (int block = 0; block < 2 * PAIRS; ++block) {
-            if (PER_CHANNEL && block % 4 == 0) asm volatile("" ::: "memory");  // no more operands at once than registers
             // Column g of the block, and this lane's columns of the accumulator.
             const int at = column(block / 2) - 4 * t() + 2 * (block % 2), operand = at + 4 * (g() / 2) + g() % 2;
             Accumulator sum = {}, rest = {};
@@ -424,11 +453,15 @@ struct ChunkTile {
         for (; from < to; from += CHUNK) {
             const int count = min(CHUNK, to - from), first_output = max(w.row.history() - from, 0);
             __syncthreads();
-            stage(from, count);
-            __syncthreads();
-            pair_entries(first_output < count);
-            if constexpr (PER_CHANNEL) __syncthreads();
-            spread_decays();
+            if (keys_are_staged()) {
+                stage_values(from, count);
+            } else {
+                stage(from, count);
+                __syncthreads();
+                pair_entries(count, first_output < count);
+                if constexpr (PER_CHANNEL) __syncthreads();
+                spread_decays();
+            }
             __syncthreads();
 #pragma unroll
             for (int n = 0; n < CHUNK / 8; ++n) {
@@ -436,12 +469,9 @@ struct ChunkTile {
                 if (8 * n < count && 8 * n + 8 > first_output) multiply_state(shared.q, n, shared.output[key_part()]);
             }
             __syncthreads();
-            if (threadIdx.x < TILE_VALUES) solve(count, first_output);
+            if (threadIdx.x < TILE_VALUES) solve(count);
             __syncthreads();
-            for (int n = threadIdx.x + first_output * TILE_VALUES; n < count * TILE_VALUES; n += THREADS) {
-                const int at = n / TILE_VALUES, r = n % TILE_VALUES;
-                w.o(from + at - w.row.history())[first + r] = from_float<ACT>(shared.output[0][r][at]);
-            }
+            write_outputs(from, count, first_output);
             update_state(count);
         }
     }

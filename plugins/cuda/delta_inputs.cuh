@@ -82,6 +82,11 @@ __device__ __forceinline__ void normalise(Entry& in, bool with_q) {
 // exp(g) in place of what `row` of shared memory holds of a lane's columns; a few registers at a time.
 template <int TOGETHER>
 __device__ __forceinline__ void finish_decays(const Work& w, int lane, int index, float* row, bool first_pass) {
+    if (index < w.row.history()) {
+#pragma unroll
+        for (int i = 0; i < LANE_COLS; ++i) row[lane_column(lane, i)] = expf(row[lane_column(lane, i)]);
+        return;
+    }
 #pragma unroll TOGETHER
     for (int i = 0; i < LANE_COLS; ++i) {
         const int channel = lane_column(lane, i);

@@ -8,6 +8,7 @@
 // one formula for scalar and per-channel decays, and no exponent above zero. The x and c do not depend on S0, so the
 // state's tiles are requested first and arrive while the warps work out the x of their tokens (one token a warp).
 #pragma once
+#include "async_copy.cuh"
 #include "bulk_copy.cuh"
 #include "delta_lanes.cuh"
 
@@ -15,12 +16,14 @@ constexpr int READ_TOKENS = TOKENS > 0 ? TOKENS : 1;
 // advance folds when history + T > WINDOW, and a variant serves more than TOKENS / 2 tokens; longer histories are folded.
 constexpr int READ_HISTORY = WINDOW - READ_TOKENS / 2 - 1 > 0 ? WINDOW - READ_TOKENS / 2 - 1 : 1;
 constexpr int CHAINS = (READ_TOKENS + WARPS - 1) / WARPS;  // tokens of a warp
+// Entries that a chain takes at once: ring rows, the step's tokens.
+constexpr int CHAIN_BLOCK = 4, TOKEN_BLOCK = READ_TOKENS < 4 ? READ_TOKENS : 4;
 constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
 constexpr int STAGES = 2;
 
 // Everything but the state's tiles.
 struct ReadInputs {
-    RING ring_k[READ_HISTORY][KEY_DIM];
+    RING_K ring_k[READ_HISTORY][KEY_DIM];
     RING ring_v[READ_HISTORY][SLICE];
     ACT k[READ_TOKENS][KEY_DIM];
     ACT v[READ_TOKENS][SLICE];
@@ -30,7 +33,7 @@ struct ReadInputs {
     float c[READ_TOKENS][READ_HISTORY + READ_TOKENS];  // history, then tokens
     float o[READ_TOKENS][SLICE];
     float ring_beta[READ_HISTORY], beta[READ_TOKENS];
-    u64 inputs_ready, tile_ready[WARPS][STAGES];
+    u64 tile_ready[WARPS][STAGES];
 };
 
 // State rows of a tile: as many as shared memory holds, 4 KB at most.
@@ -79,34 +82,29 @@ struct Read {
         stream_to_shared(shared.tiles[warp][tile % STAGES], from, BYTES, barrier);
     }
 
-    // Every warp asks for its own first tiles; warp 0 for the ring rows and the step's k and v as well.
+    // The ring's live rows and the step's k and v first, since the chains wait for them, then every warp's first tiles.
     __device__ void request() {
         if (lane == 0) {
             for (int s = 0; s < STAGES; ++s) init_barrier(&in.tile_ready[warp][s]);
-            if (warp == 0) init_barrier(&in.inputs_ready);
             publish_barriers();
-            if (w.row.folded > 0)
-                for (int tile = 0; tile < min(STAGES, TILES); ++tile) request_tile(tile);
         }
-        if (warp != 0) return;
-        constexpr u32 RING_K_BYTES = KEY_DIM * sizeof(RING), RING_V_BYTES = SLICE * sizeof(RING);
-        constexpr u32 RING_G_BYTES = PER_CHANNEL ? KEY_DIM * sizeof(float) : 0;
-        constexpr u32 K_BYTES = KEY_DIM * sizeof(ACT), V_BYTES = SLICE * sizeof(ACT);
-        u64* barrier = &in.inputs_ready;
-        if (lane == 0)
-            expect_bytes(barrier, history * (RING_K_BYTES + RING_V_BYTES + RING_G_BYTES) + tokens * (K_BYTES + V_BYTES));
-        __syncwarp();
-        for (int j = lane; j < history; j += 32) {
-            const int row = w.history_row(j);
-            copy_to_shared(in.ring_k[j], t.ring_k + w.ring_k_at(row), RING_K_BYTES, barrier);
-            copy_to_shared(in.ring_v[j], t.ring_v + w.ring_v_at(row), RING_V_BYTES, barrier);
-            if constexpr (PER_CHANNEL)
-                copy_to_shared(in.ring_g[j], t.ring_g + w.ring_g_at(row), RING_G_BYTES, barrier);
+        for (int j = warp; j < history + tokens; j += WARPS) {
+            const int token = j - history, row = w.history_row(j);
+            if (j < history) {
+                request_row<KEY_DIM>(in.ring_k[j], t.ring_k + w.ring_k_at(row));
+                request_row<SLICE>(in.ring_v[j], t.ring_v + w.ring_v_at(row));
+                if constexpr (PER_CHANNEL) request_row<KEY_DIM>(in.ring_g[j], t.ring_g + w.ring_g_at(row));
+            } else {
+                request_row<KEY_DIM>(in.k[token], w.k(token));
+                request_row<SLICE>(in.v[token], w.v(token));
+            }
         }
-        if (lane < tokens) {
-            copy_to_shared(in.k[lane], w.k(lane), K_BYTES, barrier);
-            copy_to_shared(in.v[lane], w.v(lane), V_BYTES, barrier);
-        }
+        if (lane == 0 && w.row.folded > 0)
+            for (int tile = 0; tile < min(STAGES, TILES); ++tile) request_tile(tile);
+    }
+    template <int N, typename T>
+    __device__ void request_row(T* to, const T* from) const {
+        for (int at = lane * 16 / int(sizeof(T)); at < N; at += 512 / int(sizeof(T))) copy_16_bytes(to + at, from + at);
     }
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
@@ -134,34 +132,100 @@ struct Read {
 
     __device__ int chain_token(int chain) const { return warp + chain * WARPS; }
 
-    // One entry of the sequence, for the warp's tokens not older than it. `newest`: index of the entry among the step's
-    // tokens, below zero for the ring.
-    template <typename T>
-    __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const T* k_row, const float* g, float beta, int newest, int entry) {
-        float k[LANE_COLS], sums[CHAINS + 1];
-        load_columns(k_row, lane, k);
+    // BLOCK entries back, for those of the warp's tokens that are not older. Entry m of the block is older than entry m - 1.
+    // With D_nm the decays of entries n ... m - 1 (channel by channel),
+    //
+    //     c_m = beta_m (k_m . D_0m x - sum_{n<m} c_n k_m . D_nm k_n),    x = D_0B x - sum_n c_n D_nB k_n
+    //
+    // so that the sums over lanes, which take most of the time, are all formed at once instead of one behind the other.
+    // `newest`: index of entry 0 among the step's tokens, below zero for the ring. `entry`: its column in c. `live` entries
+    // of the block exist; the others change nothing.
+    template <int BLOCK, typename T>
+    __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const T* keys, const float* log_decays, const float* betas,
+                              int newest, int entry, int live) {
+        constexpr int PAIRS_OF_KEYS = BLOCK * (BLOCK + 1) / 2;
+        constexpr int COLUMNS = sizeof(in.g[0]) / sizeof(float);
+        float k[BLOCK][LANE_COLS], decay[BLOCK][LANE_COLS];
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) sums[chain] = dot(k, x[chain]);
-        sums[CHAINS] = dot(k, k);
-        sum_all<32>(sums);
-        const float norm = rsqrtf(sums[CHAINS] + NORM_EPSILON);
-        float decay[LANE_COLS];
-        if constexpr (PER_CHANNEL) {
-            load_columns(g, lane, decay);
+        for (int m = 0; m < BLOCK; ++m) {
+            if (m >= live) {
 #pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i) decay[i] = expf(decay[i]);
+                for (int i = 0; i < LANE_COLS; ++i) k[m][i] = 0.0f, decay[m][i] = 1.0f;
+                continue;
+            }
+            load_columns(keys - m * KEY_DIM, lane, k[m]);
+            if constexpr (PER_CHANNEL) {
+                load_columns(log_decays - m * COLUMNS, lane, decay[m]);
+#pragma unroll
+                for (int i = 0; i < LANE_COLS; ++i) decay[m][i] = expf(decay[m][i]);
+            } else {
+                decay[m][0] = expf(log_decays[-m * COLUMNS]);
+            }
+        }
+        // Products of keys with older keys, then with x.
+        constexpr int SUMS = PAIRS_OF_KEYS + BLOCK * CHAINS, PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
+        static_assert(SUMS <= PADDED, "more sums than lanes");
+        float sums[PADDED] = {};
+#pragma unroll
+        for (int n = 0; n < BLOCK; ++n) {
+            float carried[LANE_COLS];
+#pragma unroll
+            for (int i = 0; i < LANE_COLS; ++i) carried[i] = k[n][i];
+#pragma unroll
+            for (int m = n; m < BLOCK; ++m) {
+                sums[m * (m + 1) / 2 + n] = dot(k[m], carried);
+#pragma unroll
+                for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
+            }
+        }
+#pragma unroll
+        for (int chain = 0; chain < CHAINS; ++chain) {
+            float carried[LANE_COLS];
+#pragma unroll
+            for (int i = 0; i < LANE_COLS; ++i) carried[i] = x[chain][i];
+#pragma unroll
+            for (int m = 0; m < BLOCK; ++m) {
+                sums[PAIRS_OF_KEYS + chain * BLOCK + m] = dot(k[m], carried);
+                if (newest - m > chain_token(chain)) continue;
+#pragma unroll
+                for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
+            }
+        }
+        if constexpr (SUMS > 8) {
+            sum_scattered<32>(sums, lane);
+            const float mine = sums[0];
+#pragma unroll
+            for (int n = 0; n < SUMS; ++n) sums[n] = __shfl_sync(~0u, mine, n * COPIES<32, PADDED>);
         } else {
-            decay[0] = expf(g[0]);
+            sum_all<32>(sums);
+        }
+        float norm[BLOCK], beta[BLOCK];
+#pragma unroll
+        for (int m = 0; m < BLOCK; ++m) {
+            norm[m] = rsqrtf(sums[m * (m + 1) / 2 + m] + NORM_EPSILON);
+            beta[m] = m < live ? betas[-m] * norm[m] : 0.0f;
         }
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain) {
             const int token = chain_token(chain);
-            if (token < newest || token >= tokens) continue;
-            const float c = beta * norm * sums[chain], along = c * norm;
+            if (token >= tokens) continue;
+            float along[BLOCK];  // c over the norm of k, which multiplies k as it is stored; zero for entries newer than x
 #pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i)
-                x[chain][i] = decay[PER_CHANNEL ? i : 0] * fmaf(-along, k[i], x[chain][i]);
-            if (lane == 0) in.c[token][entry] = c;
+            for (int m = 0; m < BLOCK; ++m) {
+                float sum = sums[PAIRS_OF_KEYS + chain * BLOCK + m];
+#pragma unroll
+                for (int n = 0; n < m; ++n) sum = fmaf(-along[n], sums[m * (m + 1) / 2 + n], sum);
+                const float c = newest - m <= token ? beta[m] * sum : 0.0f;
+                along[m] = c * norm[m];
+                if (lane == 0 && m < live) in.c[token][entry - m] = c;
+            }
+#pragma unroll
+            for (int m = 0; m < BLOCK; ++m) {
+                if (newest - m > token) continue;
+#pragma unroll
+                for (int i = 0; i < LANE_COLS; ++i)
+                    x[chain][i] = decay[m][PER_CHANNEL ? i : 0] * fmaf(-along[m], k[m][i], x[chain][i]);
+            }
         }
     }
 
@@ -190,9 +254,12 @@ struct Read {
             for (int i = 0; i < LANE_COLS; ++i) x[chain][i] *= scale;
         }
         const int last = min(tokens - 1, chain_token(CHAINS - 1));  // entries behind it concern none of the warp's tokens
-        for (int i = last; i >= 0; --i) step_back(x, in.k[i], in.g[i], in.beta[i], i, history + i);
-#pragma unroll 4
-        for (int j = history - 1; j >= 0; --j) step_back(x, in.ring_k[j], in.ring_g[j], in.ring_beta[j], -1, j);
+#pragma unroll 1
+        for (int i = last; i >= 0; i -= TOKEN_BLOCK)
+            step_back<TOKEN_BLOCK>(x, in.k[i], in.g[i], &in.beta[i], i, history + i, i + 1);
+#pragma unroll 1
+        for (int j = history - 1; j >= 0; j -= CHAIN_BLOCK)
+            step_back<CHAIN_BLOCK>(x, in.ring_k[j], in.ring_g[j], &in.ring_beta[j], -1, j, j + 1);
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain)
             if (chain_token(chain) < tokens) store_columns(in.x[chain_token(chain)], lane, x[chain]);
@@ -290,8 +357,8 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     float x[CHAINS][LANE_COLS];
     read.load_queries(x);
     read.load_gates();
-    __syncthreads();  // gates and barriers
-    wait_barrier(&shared.in.inputs_ready, 0);
+    wait_copies();
+    __syncthreads();  // ring rows, gates and barriers
     if (read.warp < read.tokens) read.run_chains(x);
     __syncthreads();  // x and c
     if (w.row.folded > 0) read.read_state();

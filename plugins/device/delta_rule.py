@@ -96,11 +96,21 @@ def variant(
         ("SPLIT", split),
         ("DERIVED", int(shape.derived_fold)),
         ("ALIGNED", int(aligned)),
-        # A prefill chunk fills no GPU with blocks, and keeps its next tokens' inputs in registers.
-        ("BLOCKS_AN_SM", 2 if not read_tokens else 3 if shape.key_dim > 192 else 4),
+        ("BLOCKS_AN_SM", blocks_an_sm(shape.key_dim, read_tokens)),
         *shape.macros,
     )
     return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
+
+
+def blocks_an_sm(key_dim: int, read_tokens: int) -> int:
+    """Blocks that must fit on a multiprocessor, which bounds a thread's registers.
+
+    A decode step wants many, because a block waits for its inputs before it multiplies; a prefill fills no GPU with blocks
+    and wants registers.
+    """
+    if not read_tokens:
+        return 2
+    return 3 if key_dim > 128 else 4 if read_tokens > 2 else 5
 
 
 def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
