@@ -50,10 +50,21 @@ def make_weights(decoder: HybridDecoder, dtype: torch.dtype, seed: int = 0) -> d
 
 
 def step_model(decoder: HybridDecoder, options: StateOptions) -> StepModel:
-    def forward(net: Network, token_ids: Any) -> Any:
-        return decoder.forward(net, token_ids, options.replay, last_only=True)
+    def forward(net: Network, token_ids: Any, hidden: Any) -> dict[str, Any]:
+        return {"logits": decoder.forward(net, token_ids, options.replay, last_only=True)}
 
     return StepModel(forward, decoder.pools(options), options.activation, options.replay.window)
+
+
+def prediction_model(decoder: HybridDecoder, options: StateOptions) -> StepModel:
+    """The decoder's MTP head."""
+
+    def forward(net: Network, token_ids: Any, hidden: Any) -> dict[str, Any]:
+        predicted = decoder.predicted(net, token_ids, hidden, options.replay)
+        return {"logits": decoder.logits(net, predicted, last_only=True), "hidden_states": predicted}
+
+    pools = decoder.mtp_pools(options)
+    return StepModel(forward, pools, options.activation, options.replay.window, decoder.hidden_size)
 
 
 @dataclass
@@ -80,13 +91,14 @@ class Emission:
         max_seq_len: int = MAX_SEQ_LEN,
         whole: bool = False,
         tp_size: int = 1,
+        model: Callable[[HybridDecoder, StateOptions], StepModel] = step_model,
     ) -> Emission:
         tensorrt = tensorrt or rtx()
         builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
         network, plugins = tensorrt.create_network(builder), RecordedPlugins(whole)
         options = StateOptions(replay, dtype, max_seq_len)
         weights = weights or make_weights(decoder, dtype)
-        step = emit_step(tensorrt, network, step_model(decoder, options), weights, plugins, tp_size, capability)
+        step = emit_step(tensorrt, network, model(decoder, options), weights, plugins, tp_size, capability)
         return cls(tensorrt, builder, step, plugins, decoder, weights, options)
 
     def plan(self, sizes: StepSizes, **options: Any) -> bytes:

@@ -154,6 +154,7 @@ def test_build_can_be_stopped() -> None:
         Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, report=lambda phase, done, total: done == 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX")
 def test_timing_cache(tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
     Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, output_timing_cache=cache)

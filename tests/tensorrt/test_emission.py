@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
-from emission import Emission, Run, rtx, without
+from emission import Emission, Run, bound_pool, prediction_model, rtx, without
+from interpreter import Interpreter
 
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.base import Layer
@@ -19,9 +20,11 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
-from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, RowMode
+from trtllm_replayssm.network.tensorrt.build import StepSizes
+from trtllm_replayssm.network.torch_backend import TorchNetwork
+from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS, RowMode, Step
 
 SHARED = Mlp(24, "swiglu")
 LAYERS: dict[str, Layer] = {
@@ -138,3 +141,23 @@ def test_cursors_inside_the_network() -> None:
     for name in ("slot_ids", "query_lens", "modes"):
         assert tensors[name] == ("in", torch.int32, (-1,))
     drive(emission)
+
+
+def test_prediction_head_equals_torch() -> None:
+    """MTP: from the decoder's hidden states and the next tokens to logits and the head's own hidden states."""
+    layers = (LAYERS["attention with everything"], LAYERS["moe by softmax, gated shared expert"])
+    decoder = HybridDecoder(50, 32, 1e-5, (), mtp=Mtp(layers))
+    emission = Emission.of(decoder, model=prediction_model)
+    pools = decoder.mtp_pools(emission.options)
+    mine, theirs = ({name: bound_pool(pool, 2) for name, pool in pools.items()} for _ in range(2))
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    ids, step = tokens(2, 9, 1), torch.zeros(2, STEP_WORDS, dtype=torch.int32)
+    step[:, Step.SLOT], step[:, Step.QUERY_LEN] = torch.arange(2), 9
+    net = TorchNetwork(emission.weights, mine, step, torch.float32, 9)
+    expected = decoder.predicted(net, ids, hidden, emission.options.replay)
+    last = torch.full((2, 1), 8, dtype=torch.int32)
+    feeds = {"input_ids": ids.int(), "logit_positions": last, "step": step, "previous_hidden": hidden} | theirs
+    got = Interpreter(emission.tensorrt, emission.step.network).run(feeds)
+    torch.testing.assert_close(got["hidden_states"], expected, atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(got["logits"], decoder.logits(net, expected, last_only=True), atol=5e-5, rtol=1e-4)
+    assert len(emission.plan(StepSizes(4, 4, 64))) > 0

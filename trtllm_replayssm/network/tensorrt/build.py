@@ -54,14 +54,16 @@ class StepSizes:
 class StepModel:
     """What is emitted.
 
-    forward: logits float32 ``[rows, logits, vocab_size]`` of token ids ``[rows, tokens]``, in the ops of the network it is
-    given. pools: this rank's state by name. activation: dtype of the residual stream. window: of the rings.
+    forward: outputs by name, from token ids int32 ``[rows, tokens]`` and the previous hidden states, in the ops of the network
+    it is given. pools: this rank's state by name. activation: dtype of the residual stream. window: of the rings.
+    hidden_size: width of the input ``previous_hidden [rows, tokens, hidden_size]``, as of a prediction head; None for none.
     """
 
-    forward: Callable[[Network, Tensor], Tensor]
+    forward: Callable[[Network, Tensor, Tensor | None], Mapping[str, Tensor]]
     pools: Mapping[str, Pool]
     activation: torch.dtype
     window: int
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def emit_step(
     """Write one step of a model into an empty network.
 
     Inputs: ``input_ids`` int32 ``[rows, tokens]``, ``logit_positions`` int32 ``[rows, logits]``, the cursors' inputs (see
-    ``step_info``) and the state pools. Outputs: ``logits`` float32 ``[rows, logits, vocab_size]`` and the state pools.
+    ``step_info``), the state pools, and ``previous_hidden`` where the model has it. Outputs: those of the model, usually
+    ``logits`` float32 ``[rows, logits, vocab_size]``, and the state pools.
     weights: of this rank, on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
 
     Raises EngineError when this TensorRT cannot express the model.
@@ -120,7 +123,11 @@ def emit_step(
         tp_size,
         capability,
     )
-    emitter.mark_output(model.forward(net, token_ids), "logits")
+    hidden = None
+    if model.hidden_size is not None:
+        hidden = emitter.input("previous_hidden", model.activation, (DYNAMIC, DYNAMIC, model.hidden_size))
+    for name, output in model.forward(net, token_ids, hidden).items():
+        emitter.mark_output(output, name)
     caches = (pool.shape[1] for pool in model.pools.values() if pool.kind == "kv")
     return EmittedStep(emitter, weights, min(caches, default=math.inf))
 
