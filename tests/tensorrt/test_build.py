@@ -208,3 +208,12 @@ def test_description() -> None:
     assert tensors["input_ids"] == ("in", "int32 [rows, tokens]")
     assert tensors["logits"] == ("out", "float32 [?, ?, 256]")
     assert tensors["transformer.layers.0.mamba2.state"] == ("in", "float32 [rows, 512]")
+
+
+def test_what_all_layers_share_is_the_step_s() -> None:
+    """Mask, positions and rotation are made once, and not counted for the attention layer that came first."""
+    layer = Attention(4, 2, 8, 0.3, Rope(8, 1e4))
+    rows = {row.scope: row for row in describe_network(Emission.of(HybridDecoder(256, 32, 1e-5, (layer, layer))).step)}
+    first, second = rows["transformer.layers.0.attention"], rows["transformer.layers.1.attention"]
+    assert first.layers == second.layers
+    assert rows["step"].layers["FILL"] == 1

@@ -308,7 +308,10 @@ class Network(ABC):
 
     @abstractmethod
     def select_last(self, x: Tensor) -> Tensor:
-        """Each row's last valid token: ``[rows, T, D]`` to ``[rows, 1, D]``."""
+        """The tokens whose logits the step is for: ``[rows, T, D]`` to ``[rows, L, D]``.
+
+        Each row's last valid token (L = 1), unless the backend was told others.
+        """
 
     # ---- plugin layers; the contracts are in plugins/ ----------------------------------------------------------------
 

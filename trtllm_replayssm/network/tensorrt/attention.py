@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -12,8 +13,18 @@ from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.plugins.cursors import Step
 
 
+def step_wide(make: Callable[[StepPositions], Tensor]) -> cached_property[Tensor]:
+    """A tensor that is made once, when it is first asked for, and belongs to the step, not to the layer that asked."""
+
+    def made(self: StepPositions) -> Tensor:
+        with self.emitter.scoped("step"):
+            return make(self)
+
+    return cached_property(made)
+
+
 class StepPositions:
-    """Where the tokens of a step stand. Everything is made when it is first asked for, and shared by all layers.
+    """Where the tokens of a step stand, for all layers alike.
 
     step: int32 ``[rows, STEP_WORDS]``. tokens: int32 ``[rows, T]``, whose sizes are those of the step. cache_rows:
     positions of the KV cache; no position is beyond them.
@@ -27,36 +38,36 @@ class StepPositions:
         """One word of every row's info, ``[rows, 1]``."""
         return self.emitter.slice(self.step, 1, int(column), 1)
 
-    @cached_property
+    @step_wide
     def committed(self) -> Tensor:
         return self.column(Step.COMMITTED)
 
-    @cached_property
+    @step_wide
     def tokens(self) -> Tensor:
         """T, int64 ``[1]``."""
         return self.emitter.size(self.token_ids, 1)
 
-    @cached_property
+    @step_wide
     def positions(self) -> Tensor:
         """``committed + i``, int32 ``[rows, T]``. Padding may lie beyond the cache; it is moved back to its end."""
         e = self.emitter
         offsets = e.reshape(e.dynamic_arange(self.tokens), (1, -1))
         return e.binary("MIN", e.binary("SUM", self.committed, offsets), e.number(self.cache_rows - 1, torch.int32, 2))
 
-    @cached_property
+    @step_wide
     def visible(self) -> Tensor:
         """Which cache rows a token sees: bool ``[rows, 1, T, cache_rows]``, ``key <= committed + i``."""
         e = self.emitter
         beyond = e.binary("GREATER", e.arange(self.cache_rows, 4), e.reshape(self.positions, (0, 1, -1, 1)))
         return e.unary("NOT", beyond)
 
-    @cached_property
+    @step_wide
     def lengths(self) -> Tensor:
         """Cache rows that any token of a row sees, int32 ``[rows]``."""
         e = self.emitter
         return e.reshape(e.binary("SUM", e.reduce("MAX", self.positions, 1), e.number(1, torch.int32, 2)), (-1,))
 
-    @cached_property
+    @step_wide
     def write_start(self) -> Tensor:
         """Cache row of a row's first token, int32 ``[rows]``.
 
@@ -75,12 +86,16 @@ class StepPositions:
         Looked up in tables that the host computes in float64: a device's own sine need not be exact at angles of 10^5.
         """
         if rope not in self._rotations:
-            e = self.emitter
-            frequencies = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
-            angles = torch.arange(self.cache_rows, dtype=torch.float64)[:, None] * frequencies
-            cos, sin = (e.gather(e.constant(f(angles).float()), self.positions, 0) for f in (torch.cos, torch.sin))
-            self._rotations[rope] = e.reshape(cos, (0, 0, 1, -1)), e.reshape(sin, (0, 0, 1, -1))
+            with self.emitter.scoped("step"):
+                self._rotations[rope] = self.looked_up(rope)
         return self._rotations[rope]
+
+    def looked_up(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        e = self.emitter
+        frequencies = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+        angles = torch.arange(self.cache_rows, dtype=torch.float64)[:, None] * frequencies
+        cos, sin = (e.gather(e.constant(f(angles).float()), self.positions, 0) for f in (torch.cos, torch.sin))
+        return e.reshape(cos, (0, 0, 1, -1)), e.reshape(sin, (0, 0, 1, -1))
 
 
 def rotate(e: Emitter, where: StepPositions, x: Tensor, rope: Rope) -> Tensor:

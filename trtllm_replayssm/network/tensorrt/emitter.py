@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ class Emitter:
         self.inputs: dict[str, tuple[int | str, ...]] = {}
         #: Scope and kind of every plugin layer, in order; a cut network holds none of them.
         self.plugin_layers: list[tuple[str, str]] = []
+
+    @contextmanager
+    def scoped(self, scope: str) -> Iterator[None]:
+        """Layers that are added inside are named after ``scope``."""
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer
 
     def added(self, layer: Any, op: str, *inputs: Tensor) -> Tensor:
         """Name the layer and return its first output. Raises EngineError when TensorRT refused to make it."""
