@@ -14,7 +14,7 @@ BLOCK = 128
 
 
 def native_fits(e: Emitter, capability: tuple[int, int] | None, activation: str, limit: float | None) -> bool:
-    """The native layer knows SwiGLU only, its limit clamps before the SiLU, and it runs on few devices."""
+    """The native layer knows SwiGLU only, does not say what exactly its limit clamps, and runs on few devices."""
     suits = activation == "swiglu" and limit is None
     return suits and e.tensorrt.features.moe and capability is not None and capability[0] in MOE_CAPABILITIES
 
@@ -47,29 +47,13 @@ def grouped_experts(
     it multiplies: about three times the memory traffic of a fused kernel.
     """
     experts, width, top_k = up.shape[0], x.shape[-1], indices.shape[-1]
-    number = lambda value, rank=1: e.number(value, torch.int32, rank)  # noqa: E731
-    flat = e.reshape(x, (-1, width))
-    expert = e.reshape(indices, (-1, 1))
-    pairs = e.size(expert, 0)
+    flat, expert = e.reshape(x, (-1, width)), e.reshape(indices, (-1, 1))
+    slot, owner, count = blocks_of(e, expert, experts)
 
-    chosen = e.cast(e.binary("EQUAL", expert, e.arange(experts, 2)), torch.int32)
-    place = e.binary("SUB", e.gather_elements(e.running_sum(chosen, 0), expert, 1), number(1, 2))
-    filled = e.binary("SUM", e.reduce("SUM", chosen, 0), number(BLOCK - 1, 2))
-    blocks = e.binary("FLOOR_DIV", filled, number(BLOCK, 2))
-    end = e.running_sum(blocks, 1)
-    first = e.reshape(e.binary("SUB", end, blocks), (-1,))
-    slot = e.binary(
-        "SUM", e.binary("PROD", e.gather(first, e.reshape(expert, (-1,)), 0), number(BLOCK)), e.reshape(place, (-1,))
-    )
-
-    wide = lambda value: e.number(value, torch.int64, 1)  # noqa: E731
-    count = e.binary("SUM", e.binary("FLOOR_DIV", pairs, wide(BLOCK)), e.binary("MIN", pairs, wide(experts)))
-    token = e.binary("FLOOR_DIV", e.dynamic_arange(pairs), number(top_k))
-    nobody = e.dynamic_arange(e.binary("PROD", count, wide(BLOCK)), delta=0)
+    # Which token stands in each slot; slots that nobody took hold token 0.
+    token = e.binary("FLOOR_DIV", e.dynamic_arange(e.size(expert, 0)), e.number(top_k, torch.int32, 1))
+    nobody = e.dynamic_arange(e.binary("PROD", count, e.number(BLOCK, torch.int64, 1)), delta=0)
     token_of_slot = e.reshape(e.scatter_elements(nobody, slot, token), (-1, BLOCK))
-    passed = e.unary("NOT", e.binary("GREATER", end, e.reshape(e.dynamic_arange(count), (-1, 1))))
-    owner = e.reshape(e.reduce("SUM", e.cast(passed, torch.int32), 1), (-1,))
-    owner = e.binary("MIN", owner, number(experts - 1))
 
     inputs = e.gather(e.cast(flat, e.dtype(up)), token_of_slot, 0)
     hidden = hidden_of(e.matmul(inputs, e.gather(up, owner, 0), transpose_b=True))
@@ -80,3 +64,26 @@ def grouped_experts(
     total = e.reduce("SUM", e.binary("PROD", e.cast(each, torch.float32), share), 1)
     total = e.cast(e.reshape(total, (-1, width)), e.dtype(x))
     return e.reshape_like(total, e.shape(x), tuple(x.shape))
+
+
+def blocks_of(e: Emitter, expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the pairs go. expert: int32 ``[pairs, 1]``.
+
+    Returns the slot of each pair ``[pairs]`` (its block times BLOCK plus its row), the expert of each block ``[blocks]``,
+    and the number of blocks, int64 ``[1]``.
+    """
+    pairs, one, block = e.size(expert, 0), e.number(1, torch.int32, 2), e.number(BLOCK, torch.int32, 2)
+    chosen = e.cast(e.binary("EQUAL", expert, e.arange(experts, 2)), torch.int32)
+    row = e.binary("SUB", e.gather_elements(e.running_sum(chosen, 0), expert, 1), one)
+    filled = e.binary("SUM", e.reduce("SUM", chosen, 0), e.number(BLOCK - 1, torch.int32, 2))
+    blocks = e.binary("FLOOR_DIV", filled, block)
+    end = e.running_sum(blocks, 1)
+    first = e.gather(e.reshape(e.binary("SUB", end, blocks), (-1,)), expert, 0)
+    slot = e.reshape(e.binary("SUM", e.binary("PROD", first, block), row), (-1,))
+
+    whole = e.binary("FLOOR_DIV", pairs, e.number(BLOCK, torch.int64, 1))
+    count = e.binary("SUM", whole, e.binary("MIN", pairs, e.number(experts, torch.int64, 1)))
+    # A block belongs to the first expert whose blocks do not end before it.
+    passed = e.unary("NOT", e.binary("GREATER", end, e.reshape(e.dynamic_arange(count), (-1, 1))))
+    owner = e.reshape(e.reduce("SUM", e.cast(passed, torch.int32), 1), (-1,))
+    return slot, e.binary("MIN", owner, e.number(experts - 1, torch.int32, 1)), count
