@@ -102,24 +102,14 @@ struct State {
                 stored.store_half(rows + 2 * r * STATE_SIZE, k, 1, t);
             }
     }
-    // S C of a piece's tokens, and B . C of its entries.
-    __device__ __forceinline__ Outputs multiply(const Stage& stage, GroupProducts& bc, int lane) {
+    // S C of a piece's tokens.
+    __device__ __forceinline__ Outputs multiply(const Stage& stage, int lane) {
         const int g = lane / 4, t = lane % 4;
         StateProducts<float, SPLIT_READ> products = {};
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k) {
-            const Pairs low = load_pairs<WIDE_STATE>(stage.c[g], k, t), high = load_pairs<WIDE_STATE>(stage.c[g + 8], k, t);
             v[k][0].keep(), v[k][1].keep();
-            products.add(v[k], low, high);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const Pairs b = load_pairs<WIDE_STATE>(stage.b[8 * n + g], k, t);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
-                    mma_16bit<ACT>(bc.v[n], a, b.v[2 * half], b.v[2 * half + 1]);
-                }
-            }
+            products.add(v[k], load_pairs<WIDE_STATE>(stage.c[g], k, t), load_pairs<WIDE_STATE>(stage.c[g + 8], k, t));
         }
         return products.sum();
     }
@@ -136,6 +126,24 @@ struct State {
             }
     }
 };
+
+// B . C of a piece's entries and tokens.
+__device__ __forceinline__ void piece_products(GroupProducts& out, const Stage& stage, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k) {
+        const Pairs low = load_pairs<WIDE_STATE>(stage.c[g], k, t), high = load_pairs<WIDE_STATE>(stage.c[g + 8], k, t);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const Pairs b = load_pairs<WIDE_STATE>(stage.b[8 * n + g], k, t);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
+                mma_16bit<ACT>(out.v[n], a, b.v[2 * half], b.v[2 * half + 1]);
+            }
+        }
+    }
+}
 
 // Stores the tokens of a piece in the ring; `ring_*` are the slot's. Only rows that do not absorb get here.
 __device__ __forceinline__ void append_piece(const Stage& stage, const Piece& piece, const Sequence& seq, const Decays& decays,
@@ -208,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
             in.x[0][half] = *reinterpret_cast<const uint2*>(&stage.x[8 * half + g][16 * warp + 4 * t]);
         if (piece.tokens) {
             GroupProducts bc = {};
-            const Outputs products = s.multiply(stage, bc, lane);
+            piece_products(bc, stage, lane);
+            const Outputs products = s.multiply(stage, lane);
             read_out(products, bc, in, decays, Extent{0, piece.count}, D[head], lane, piece.count,
                      y + i64(piece.first + g) * INNER + 16 * warp + 4 * t);
             if (!row.absorbs())

@@ -60,8 +60,8 @@ private:
 };
 
 // Adds sum_j M_ij x_j; `weight(n, b, s, e)` is M of token 8 n + g and entry 16 b + 8 s + 2 t + e but for B_j . C_i.
-template <typename Weight>
-__device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Extent& seq,
+template <typename Products, typename Weight>
+__device__ __forceinline__ void add_entries(Outputs& out, const Products& bc, const HeadInputs& in, const Extent& seq,
                                             float D, int lane, Weight weight) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -72,14 +72,16 @@ __device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& b
         for (int s = 0; s < 2; ++s) {
             float m[4] = {};
 #pragma unroll
-            for (int n = 0; n < TOKEN_TILES; ++n)
+            for (int n = 0; n < TOKEN_TILES; ++n) {
+                const float2 products = bc.get(2 * b + s, n);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int entry = seq.history + 8 * n + g, j = 16 * b + 8 * s + 2 * t + e;
-                    float value = weight(n, b, s, e) * bc.v[2 * b + s].v[2 * n + e];
+                    float value = weight(n, b, s, e) * (e == 0 ? products.x : products.y);
                     if (j == entry) value += D;
                     m[n + 2 * e] = j > entry || entry >= seq.length ? 0.0f : value;
                 }
+            }
 #pragma unroll
             for (int q = 0; q < 2; ++q)
                 mma_split_a(out.v[q], m, half_to_float<ACT>(x.part[s][q], false), half_to_float<ACT>(x.part[s][q], true));
@@ -88,7 +90,8 @@ __device__ __forceinline__ void add_entries(Outputs& out, const GroupProducts& b
 }
 
 // One token: its weights are those of the lanes.
-__device__ __forceinline__ void finish_one(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+template <typename Products>
+__device__ __forceinline__ void finish_one(Outputs& out, const Products& bc, const HeadInputs& in, const Decays& decays,
                                            const Extent& seq, float D, int lane) {
     const Weights weights(decays, seq.length, lane);
 #pragma unroll
@@ -97,7 +100,8 @@ __device__ __forceinline__ void finish_one(Outputs& out, const GroupProducts& bc
                 [&](int, int b, int s, int e) { return weights.at(b, 16 * b + 8 * s + 2 * (lane % 4) + e); });
 }
 
-__device__ __forceinline__ void finish_many(Outputs& out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+template <typename Products>
+__device__ __forceinline__ void finish_many(Outputs& out, const Products& bc, const HeadInputs& in, const Decays& decays,
                                             const Extent& seq, float D, int lane) {
     float sum_i[TOKEN_TILES];
 #pragma unroll
@@ -115,7 +119,8 @@ __device__ __forceinline__ void finish_many(Outputs& out, const GroupProducts& b
 
 // Turns S0 C into y and stores it; `y` is at token g, channel 4 t of the warp's 16. Of `capacity` tokens those that do not
 // exist become zero.
-__device__ __forceinline__ void read_out(Outputs out, const GroupProducts& bc, const HeadInputs& in, const Decays& decays,
+template <typename Products>
+__device__ __forceinline__ void read_out(Outputs out, const Products& bc, const HeadInputs& in, const Decays& decays,
                                          const Extent& seq, float D, int lane, int capacity, ACT* y) {
     if constexpr (TOKENS == 1)
         finish_one(out, bc, in, decays, seq, D, lane);

@@ -13,6 +13,27 @@
 // B_j . C_i of a group: tile n holds tokens g and g + 8, entries 8 n + 2 t and 8 n + 2 t + 1.
 struct GroupProducts {
     Accumulator v[2 * ENTRY_BLOCKS];
+
+    // Both entries of token 8 half + g.
+    __device__ __forceinline__ float2 get(int tile, int half) const { return {v[tile].v[2 * half], v[tile].v[2 * half + 1]}; }
+};
+
+// The same, kept in shared memory from head to head; every lane reads what it wrote.
+struct KeptProducts {
+    float2 v[2 * ENTRY_BLOCKS][TOKEN_TILES][32];
+
+    __device__ __forceinline__ void set(int tile, const Accumulator& products, int lane) {
+#pragma unroll
+        for (int half = 0; half < TOKEN_TILES; ++half)
+            v[tile][half][lane] = {products.v[2 * half], products.v[2 * half + 1]};
+    }
+    // Volatile, or the compiler would keep the values in registers after all.
+    __device__ __forceinline__ float2 get(int tile, int half) const {
+        float2 value;
+        const u32 at = u32(__cvta_generic_to_shared(&v[tile][half][threadIdx.x % 32]));
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(at) : "memory");
+        return value;
+    }
 };
 
 // C of the step's tokens: tile n holds token 8 n + g. Serves as either operand.
@@ -41,13 +62,16 @@ struct TokenC {
 };
 
 // Multiplies B with C and, where `append` says so, stores the tokens' B rows in the ring.
-__device__ __forceinline__ void group_products(GroupProducts& out, const Sequence& seq, const TokenC& c, int group, int lane,
+__device__ __forceinline__ void group_products(KeptProducts& out, const Sequence& seq, const TokenC& c, int group, int lane,
                                                bool append, ACT* ring_b_out) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2 * ENTRY_BLOCKS; ++n) {
-        out.v[n] = {};
-        if (8 * n >= seq.length) continue;
+        Accumulator products = {};
+        if (8 * n >= seq.length) {
+            out.set(n, products, lane);
+            continue;
+        }
         const int j = 8 * n + g;
         const ACT* row = seq.b(seq.existing(j), group);
         Pairs b[BLOCKS];
@@ -59,8 +83,9 @@ __device__ __forceinline__ void group_products(GroupProducts& out, const Sequenc
             for (int half = 0; half < 2; ++half) {
                 const Pairs low = c.v[0][k], high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][k] : Pairs{0, 0, 0, 0};
                 const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
-                mma_16bit<ACT>(out.v[n], a, b[k].v[2 * half], b[k].v[2 * half + 1]);
+                mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
             }
+        out.set(n, products, lane);
         if (append && seq.is_token(j) && j < seq.length) {
             ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
 #pragma unroll

@@ -1,6 +1,6 @@
 // replayssm::mamba2 for decode and verify steps (T <= 16) with 16-bit activations. Contract: plugins/mamba2.py.
 //
-// A warp owns 16 rows of the state of each head of its block and needs no other warp: no shared memory, no barrier. It runs
+// A warp owns 16 rows of the state of each head of its block and needs no other warp: there is no barrier. It runs
 // over its heads chunk by chunk (4 KB); the registers of a chunk are requested anew as soon as it is used, so that memory works
 // while outputs are finished. A block holds the HEAD_DIM / 16 warps of the same heads, which find the group's B rows in the L1
 // cache after the first of them.
@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
     scalars.load(seq.in, first, heads_per_block, lane);
     TokenSteps steps;
     steps.load(seq.in, first, heads_per_block, tokens, lane);
-    GroupProducts bc;
+    __shared__ KeptProducts kept[WARPS];
+    KeptProducts& bc = kept[threadIdx.x / 32];
     group_products(bc, seq, c, group, lane, appends && p0 == 0 && first % HEADS_A_GROUP == 0,
                    ring_b_out + row.slot * ring_b_stride);
 

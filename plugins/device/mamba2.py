@@ -45,7 +45,7 @@ def launch_record(
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
     )
-    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, tokens):
+    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, state, tokens):
         kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
         return Launch(kernel, (-(-a.num_heads * a.head_dim // 4), rows, 1), (tokens, *strides, 0))
     if tokens > MAX_VERIFY_TOKENS:
@@ -64,15 +64,17 @@ def fits_matrix_kernels(
 ) -> bool:
     """Whether the matrix-product kernels take this case; the plain recurrence takes the others."""
     narrow = activation.itemsize == 2 and ring == activation
-    shape = a.head_dim % 16 == 0 and a.head_dim <= 256 and a.state_size in (32, 64, 128, 256)
+    shape = a.head_dim % 16 == 0 and a.head_dim <= 128 and a.state_size in (32, 64, 128, 256)
     aligned = all(stride % 8 == 0 for stride in (strides[0], *strides[2:]))
     return narrow and shape and aligned
 
 
-def fits_registers(a: Mamba2Attributes, tokens: int) -> bool:
-    """False for the longest windows with the longest verify steps; prefill has no such limit."""
+def fits_registers(a: Mamba2Attributes, state: torch.dtype, tokens: int) -> bool:
+    """False for the longest windows with the longest verify steps, and for the prefill of the widest float32 states."""
+    if tokens > MAX_VERIFY_TOKENS:
+        return a.state_size <= 128 or state.itemsize == 2
     limit = next(entries for size, entries in MOST_ENTRIES.items() if a.state_size <= size)
-    return tokens > MAX_VERIFY_TOKENS or most_entries(a, tokens) <= limit
+    return most_entries(a, tokens) <= limit
 
 
 def step_record(
