@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
-from emission import Emission, Run, bound_pool, prediction_model, rtx, without
+from emission import Emission, Run, bound_pool, make_weights, prediction_model, rtx, without
 from interpreter import Interpreter
 
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -86,6 +86,21 @@ def test_layer_equals_torch(kind: str) -> None:
 
 def test_whole_decoder_equals_torch() -> None:
     drive(Emission.of(replace(DECODER, norm_zero_centred=True, tie_embeddings=True)))
+
+
+def test_float16_follows_torch() -> None:
+    """Casts stand where they must: the network is as far from the float32 result as torch is in float16."""
+    decoder = HybridDecoder(50, 32, 1e-5, tuple(layer for layer in LAYERS.values() if layer.kind != "moe"))
+    weights = make_weights(decoder, torch.float16)
+    ids, logits = tokens(2, 20, 1), {}
+    wide = {name: weight.float() for name, weight in weights.items()}
+    exact, _ = Run(Emission.of(decoder, weights=wide), 2).compare(ids, RowMode.ABSORB, 20)
+    logits["torch"], logits["network"] = Run(Emission.of(decoder, torch.float16, weights=weights), 2).compare(
+        ids, RowMode.ABSORB, 20
+    )
+    errors = {name: float((value - exact).norm() / exact.norm()) for name, value in logits.items()}
+    assert 1e-4 < errors["torch"] < 2e-2
+    assert errors["network"] < 1.5 * errors["torch"]
 
 
 @pytest.mark.parametrize("missing", ["kv_cache_update", "attention_lengths"])
