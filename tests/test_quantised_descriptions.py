@@ -20,6 +20,7 @@ from tiny_family import CONFIG, TinyFamily, checkpoint_tensors, expected_weights
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.config import HfConfig
+from trtllm_replayssm.builders.hf.description import COMPRESSED, MIXED, MIXED_FORMATS, MODELOPT
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import model_dtype
 from trtllm_replayssm.builders.hf.module_names import ModulePatterns, ModuleTable, canonical
@@ -216,7 +217,7 @@ def test_a_plain_weight_under_a_general_format_is_read_as_it_is(tmp_path: Path) 
     tensors = stored_as(WEIGHT, NVFP4) | {"model.layers.0.mixer.gate.weight": torch.randn(4, 16)}
     reader, notes = opened(folder(tmp_path, tensors, modelopt("NVFP4")))
     assert torch.equal(reader.tensor("model.layers.0.mixer.gate.weight"), tensors["model.layers.0.mixer.gate.weight"])
-    assert notes[0].endswith("dequantising 1 weights: 1 NVFP4")
+    assert notes[0].endswith("1 weights are dequantised on conversion, 1 NVFP4")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -296,6 +297,15 @@ def test_mlx_is_refused_by_name(tmp_path: Path) -> None:
     values = {"bits": 8, "group_size": 64}
     path = folder(tmp_path, {WEIGHT: matrix()}, values, quantization=values)
     refused(path, "config.json: quantization", "MLX of 8 bits")
+
+
+def test_the_documentation_names_every_format() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "quantised-checkpoints.md").read_text()
+    read, unread = text.split("## Formats that are refused")
+    for name in (*MODELOPT, MIXED, *COMPRESSED, MIXED_FORMATS):
+        assert f"`{name}`" in read, name
+    for description in NOT_READ[:11]:
+        assert description["quant_algo"] == "NEW" or f"`{description['quant_algo']}`" in unread
 
 
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}

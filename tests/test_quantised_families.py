@@ -292,7 +292,7 @@ def test_converted_as_the_dequantised_twin(name: str, tmp_path: Path) -> None:
     for file, content in expected.items():
         assert files[file] == content, file
     assert json.loads(files["config.json"])["dtype"] == "bfloat16"
-    note = next(message for message in warnings if "dequantising" in message)
+    note = next(message for message in warnings if "dequantised" in message)
     assert note.endswith(recipe.counts)
     assert any("KV cache" in message and str(len(recipe.extra)) in message for message in warnings) == bool(
         recipe.extra

@@ -119,7 +119,7 @@ def same_bits(made: Tensor, expected: Tensor) -> bool:
 
 
 @every_format
-@pytest.mark.parametrize("chunk", [1, 500, base.CHUNK_ELEMENTS])
+@pytest.mark.parametrize("chunk", [1, 500, 1200, base.CHUNK_ELEMENTS])
 def test_a_linear(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One virtual tensor under the weight's own name, with every bit right, whatever rows are made at once."""
     monkeypatch.setattr(base, "CHUNK_ELEMENTS", chunk)
@@ -134,7 +134,7 @@ def test_a_linear(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.Mon
         error = (made.weight - matrix()).norm(dim=1) / matrix().norm(dim=1)
         assert error[-3:].max() < (0.03 if "fp8" in name else 0.2)
     assert len(notes) == 1
-    assert notes[0].endswith(f"dequantising 1 weights: 1 {label}")
+    assert notes[0].endswith(f"1 weights are dequantised on conversion, 1 {label}")
 
 
 @every_format
@@ -146,7 +146,7 @@ def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
     with HfFolder(folder(tmp_path, tensors, description), notes.append) as opened:
         for weight, stored in made.items():
             assert same_bits(opened.tensor(weight), stored.weight)
-    assert notes[0].endswith(f"dequantising 3 weights: 3 {label}")
+    assert notes[0].endswith(f"3 weights are dequantised on conversion, 3 {label}")
 
 
 @every_format

@@ -233,7 +233,7 @@ def group(config: HfConfig, general: str) -> tuple[ModulePatterns | None, Format
     weights.expect("dynamic", False)
     weights.expect("symmetric", True)
     # Other orders come with an index of groups, g_idx.
-    weights.expect("actorder", "weight", "static")
+    weights.expect("actorder", False, "weight", "static")
     made = COMPRESSED[kind](weights)
     weights.finish()
     config.finish()

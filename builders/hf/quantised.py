@@ -158,7 +158,8 @@ def notes(path: Path, descriptions: list[Description], found: QuantisedWeights, 
     said = []
     if counts:
         said.append(
-            f"{path} is quantised ({descriptions[0].name}); dequantising {sum(counts.values())} weights: {counted}"
+            f"{path} is quantised ({descriptions[0].name}): {sum(counts.values())} weights are dequantised on conversion,"
+            f" {counted}"
         )
     if cache_scales:
         said.append(
