@@ -3,9 +3,10 @@
     python benchmarks/mamba2.py --batch 1 32 256 --state float32 bfloat16 --tokens 1 4 8 --json mamba2.json
 
 With T = 1 every step of a window is timed, from the empty ring to the step that folds it; ``mean`` is their mean, what a
-request pays a token. ``mixed`` is one step of a batch whose rows are spread over the window, as in a running server. With
-more tokens the ring is half full and ``flush`` is a step that folds it. ``floor`` is the time that the bytes of a step
-take at the copy bandwidth of the same run.
+request pays a token. ``mixed`` is one step of a batch whose rows are spread over the window, as in a running server, and
+``standard`` the same layer with a window of 1: the ordinary recurrence, which reads and writes the state at every token.
+With more tokens the ring is half full and ``flush`` is a step that folds it. ``--prefill`` times one chunk of that many
+tokens. ``of_floor`` is the time that the bytes of a step take at the copy bandwidth of the same run over the measured time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from trtllm_replayssm.plugins.device import mamba2 as device
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import slot_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 #: heads, head_dim, state_size, groups
 MODELS = {"nano": (64, 64, 128, 8), "super": (128, 64, 128, 8), "super-tp8": (16, 64, 128, 1)}
@@ -41,8 +44,13 @@ class Case:
 
     @property
     def attributes(self) -> Mamba2Attributes:
-        draft = self.tokens if self.tokens > 1 else 0
+        draft = self.tokens if 1 < self.tokens <= MAX_VERIFY_TOKENS else 0
         return Mamba2Attributes(*MODELS[self.model], self.window, self.window + draft)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether a step that folds takes its own tokens up too."""
+        return self.tokens == 1 or self.tokens > MAX_VERIFY_TOKENS
 
     def floor_bytes(self, history: int, folds: bool) -> int:
         """Bytes of a step whose rows all have ``history`` ring entries."""
@@ -50,7 +58,7 @@ class Case:
         state = a.num_heads * a.head_dim * a.state_size * self.state.itemsize
         entry = (a.num_heads * a.head_dim + a.n_groups * a.state_size) * two + a.num_heads * 4
         token = (2 * a.num_heads * a.head_dim + 2 * a.n_groups * a.state_size + a.num_heads) * two
-        appended = 0 if folds and self.tokens == 1 else entry * self.tokens
+        appended = 0 if folds and self.absorbs else entry * self.tokens
         return self.batch * (state * (1 + folds) + entry * history + appended + token * self.tokens)
 
 
@@ -88,7 +96,8 @@ class Run:
             history, fold = histories[row % len(histories)], folds[row % len(folds)]
             committed = BASE + history
             plan[row, :5] = torch.tensor(
-                [row, committed, BASE, (committed + (tokens == 1)) if fold else BASE, tokens], dtype=torch.int32
+                [row, committed, BASE, committed + tokens * self.case.absorbs if fold else BASE, tokens],
+                dtype=torch.int32,
             )
         self.step.copy_(plan)
         return self.measure()
@@ -117,6 +126,10 @@ def measure(case: Case, timer: Timer, bandwidth: float, heads: int | None) -> di
             "mixed_of_floor": fraction(histories, folds, mixed),
         }
         result["h8_of_floor"] = fraction([8], [False], times[8])
+        result["standard"] = Run(replace(case, window=1), timer, heads).time([0], [True])
+        result["speed_up"] = result["standard"] / mean
+    elif case.absorbs:
+        result["prefill"] = run.time([0], [True])
     else:
         half = (window - case.tokens) // 2
         result |= {"step": run.time([half], [False]), "flush": run.time([window], [True])}
@@ -131,6 +144,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--state", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--prefill", nargs="*", type=int, default=[], help="tokens of a chunk, timed at batch 1 and 8")
     parser.add_argument("--heads_per_block", type=int, help="override the launch's own choice")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -138,17 +152,14 @@ def main() -> None:
     timer = Timer(options.repeats)
     bandwidth = timer.copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth:.2f} TB/s")
+    steps = [(tokens, batch) for tokens in options.tokens for batch in options.batch]
+    steps += [(tokens, batch) for tokens in options.prefill for batch in (1, 8)]
     results = []
-    for model in options.model:
-        for state in options.state:
-            for tokens in options.tokens:
-                for batch in options.batch:
-                    case = Case(model, batch, tokens, getattr(torch, state))
-                    results.append(measure(case, timer, bandwidth, options.heads_per_block))
-                    shown = {
-                        k: round(v, 2) if isinstance(v, float) else v for k, v in results[-1].items() if k != "times"
-                    }
-                    print(*(f"{k}={v}" for k, v in shown.items()), flush=True)
+    for model, state, (tokens, batch) in product(options.model, options.state, steps):
+        case = Case(model, batch, tokens, getattr(torch, state))
+        results.append(measure(case, timer, bandwidth, options.heads_per_block))
+        shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in results[-1].items() if k != "times"}
+        print(*(f"{k}={v}" for k, v in shown.items()), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"copy_tb_s": bandwidth, "results": results}, indent=1))
 
