@@ -241,6 +241,10 @@ def test_kernel_is_that_of_the_embedded_engine(
         assert record.kernel == chosen.kernel
         assert kernel.grid(r, t) == record.grid
         assert kernel.integers(r, t) == record.integers
+        # T, then the step from one token, or one slot, to the next in every activation and pool, in the inputs' order.
+        moved = [shape[-1] for dtype, shape in case.inputs.values() if "rows" in shape and dtype != I32]
+        expected = (t, *moved) if moved else (r, t)
+        assert kernel.integers(r, t)[: len(expected)] == expected
 
 
 @every_layer
