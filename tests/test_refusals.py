@@ -169,6 +169,8 @@ def test_unknown_keys_of_a_wrapper_are_refused() -> None:
         ("ling_3_flash", {"linear_attention": "gla"}, "linear_attention"),
         ("ling_3_flash", {"rotary_dim": 32}, "rotary_dim"),
         ("codestral_mamba_7b", {"hidden_act": "gelu"}, "hidden_act"),
+        ("codestral_mamba_7b", {"rms_norm": False}, "rms_norm"),
+        ("codestral_mamba_7b", {"intermediate_size": 4096}, "intermediate_size"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )

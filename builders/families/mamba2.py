@@ -8,7 +8,10 @@ from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 
 #: Keys that set initial values, or sizes that the head counts already give.
-TRAINING_KEYS = ("expand", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
+TRAINING_KEYS = (
+    *("expand", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
+    *("time_step_init_scheme", "time_step_scale"),
+)
 
 
 class Mamba2Family(BlueprintFamily):
@@ -19,7 +22,11 @@ class Mamba2Family(BlueprintFamily):
     def read(self) -> Blueprint:
         config = self.config
         config.expect("hidden_act", "silu")
-        config.ignore("max_position_embeddings", *TRAINING_KEYS)
+        # Codestral's file says norm_before_gate: true, a default of an early config class that no implementation of
+        # this architecture follows: the gate comes first.
+        config.ignore("max_position_embeddings", "norm_before_gate", *TRAINING_KEYS)
+        config.expect("rms_norm", True)
+        config.expect("intermediate_size", config.positive("num_heads") * config.positive("head_dim"))
         epsilon, low_high = config.number("layer_norm_epsilon"), time_step_limit(config)
         layer = Mamba2(
             num_heads=config.positive("num_heads"),
