@@ -96,4 +96,6 @@ def divide(what: str, count: int, tp_size: int, replicate: bool = False) -> int:
         return count // tp_size
     if replicate and tp_size % count == 0:
         return 1
-    raise UserError(f"{count} {what} cannot be divided over tp_size {tp_size}", f"choose a tp_size that divides {count}")
+    raise UserError(
+        f"{count} {what} cannot be divided over tp_size {tp_size}", f"choose a tp_size that divides {count}"
+    )
