@@ -23,7 +23,7 @@ constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int KEY_STRIDE = KEY_DIM + 16;  // floats from row to row of staged keys: quarter warps read 128-bit words apart
 constexpr int SYSTEM_STRIDE = 20;         // likewise of the triangular systems
 
-// Key columns of a warp at most: 64 state values a thread in a prefill, 32 in a decode step, whose read-out needs blocks.
+// Key columns of a warp at most: 64 state values a thread in a prefill, 32 in a decode step, whose read-out wants blocks.
 constexpr int MOST_KEYS = TOKENS == 0 ? 128 : 64;
 // Warps that share 16 value rows: as few as that and the slice's rows allow; 0: none fits.
 constexpr int key_warps(int n) {
@@ -35,9 +35,9 @@ constexpr bool CHUNKED = WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && key_warps
 constexpr int KEY_WARPS = key_warps(1) > 0 ? key_warps(1) : 1;
 constexpr int TILE_VALUES = 16 * WARPS / KEY_WARPS;  // value rows of the block's tile
 constexpr int PAIRS = CHUNKED ? KEY_DIM / KEY_WARPS / 16 : 1;
-constexpr int SCALED_ENTRIES = CHUNK / WARPS;  // entries of a warp, in staging
+constexpr int WARP_ENTRIES = CHUNK / WARPS;  // entries of a warp, in staging
 // A prefill has registers to interleave them.
-constexpr int ENTRIES_TOGETHER = TOKENS == 0 ? SCALED_ENTRIES : 1, CHANNELS_TOGETHER = TOKENS == 0 ? LANE_COLS : 1;
+constexpr int ENTRIES_TOGETHER = TOKENS == 0 ? WARP_ENTRIES : 1, CHANNELS_TOGETHER = TOKENS == 0 ? LANE_COLS : 1;
 
 struct ChunkShared {
     float k[CHUNK][KEY_STRIDE];  // normalised; with per-channel decays, times exp(G) once the pairs are done
@@ -58,8 +58,8 @@ struct ChunkTile {
     int first;  // first value row of the tile within the slice
     Accumulator S[2 * PAIRS];
 
-    __device__ int warp() const { return threadIdx.x / 32; }
-    __device__ int lane() const { return threadIdx.x % 32; }
+    __device__ int warp() const { return opaque(int(threadIdx.x)) / 32; }
+    __device__ int lane() const { return opaque(int(threadIdx.x)) % 32; }
     __device__ int g() const { return lane() / 4; }
     __device__ int t() const { return lane() % 4; }
     __device__ int row() const { return 16 * (warp() / KEY_WARPS) + g(); }
@@ -178,7 +178,7 @@ struct ChunkTile {
     }
     __device__ void stage_values(int from, int count) {
 #pragma unroll 2
-        for (int n = threadIdx.x; n < count * TILE_VALUES; n += THREADS) {
+        for (int n = opaque(int(threadIdx.x)); n < count * TILE_VALUES; n += THREADS) {
             const int at = n / TILE_VALUES, r = first + n % TILE_VALUES;
             const float v = fetch_value(w, from + at, r);
             shared.v[at][n % TILE_VALUES] = v;
@@ -190,7 +190,7 @@ struct ChunkTile {
 #pragma unroll 1
         for (int at = warp(); at < count; at += WARPS) request_entry(at, from + at);
         // Lane n has the scalars of the warp's n-th entry.
-        const int mine = from + warp() + lane() % SCALED_ENTRIES * WARPS, history = w.row.history();
+        const int mine = from + warp() + lane() % WARP_ENTRIES * WARPS, history = w.row.history();
         float beta = 0.0f, g = 0.0f;
         if (mine < history) {
             beta = w.t.ring_beta[w.ring_beta_at(w.history_row(mine))];
@@ -202,7 +202,7 @@ struct ChunkTile {
         wait_copies();
         __syncwarp();
 #pragma unroll ENTRIES_TOGETHER
-        for (int n = 0; n < SCALED_ENTRIES; ++n) {
+        for (int n = 0; n < WARP_ENTRIES; ++n) {
             const int at = warp() + n * WARPS;
             const float entry_beta = __shfl_sync(~0u, beta, n), entry_g = __shfl_sync(~0u, g, n);
             if (at < count)
@@ -258,7 +258,7 @@ struct ChunkTile {
     template <bool OUTPUTS>
     __device__ void carry_pairs(int count) {
         constexpr int PART = KEY_DIM / 8;  // key columns of a lane: 4 (l + 8 m) + 0 ... 3
-        const int l = threadIdx.x % 8, i = threadIdx.x / 8;
+        const int thread = opaque(int(threadIdx.x)), l = thread % 8, i = thread / 8;
         if (i >= CHUNK) return;
         float carried[PART];
 #pragma unroll
@@ -306,7 +306,7 @@ struct ChunkTile {
     // exp(G) and exp(G_last - G): one thread a channel, or a scalar's entry.
     __device__ void spread_decays() {
         if constexpr (PER_CHANNEL) {
-            for (int c = threadIdx.x; c < KEY_DIM; c += THREADS) {
+            for (int c = opaque(int(threadIdx.x)); c < KEY_DIM; c += THREADS) {
                 float product = 1.0f, keys[CHUNK];
 #pragma unroll
                 for (int j = 0; j < CHUNK; ++j) {
@@ -385,7 +385,7 @@ struct ChunkTile {
 
     // The triangular system of one value row: S0 k to u.
     __device__ void solve(int count) {
-        const int r = threadIdx.x;
+        const int r = opaque(int(threadIdx.x));
         float u[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
@@ -404,7 +404,7 @@ struct ChunkTile {
     // o of the chunk's entries from first_output on, which are tokens.
     __device__ void write_outputs(int from, int count, int first_output) const {
 #pragma unroll 1
-        for (int n = threadIdx.x + first_output * TILE_VALUES; n < count * TILE_VALUES; n += THREADS) {
+        for (int n = opaque(int(threadIdx.x)) + first_output * TILE_VALUES; n < count * TILE_VALUES; n += THREADS) {
             const int j = n / TILE_VALUES, r = n % TILE_VALUES;
             float sums[4] = {(PER_CHANNEL ? 1.0f : shared.from_start[j]) * read(shared.output, r, j), 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -43,6 +43,17 @@ struct Tensors {
     float *ring_g_out, *ring_beta_out;
 };
 
+// The same value, of which the compiler knows nothing: what follows from it is computed where it is used, instead of once
+// before all loops, in registers that a tile of the state needs.
+__device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+__device__ __forceinline__ i64 opaque(i64 value) {
+    asm volatile("" : "+l"(value));
+    return value;
+}
+
 // What one block works on: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.
 struct Work {
@@ -50,7 +61,8 @@ struct Work {
     Row row;
 
     __device__ int batch() const { return blockIdx.y; }
-    __device__ int head() const { return blockIdx.x / SPLIT; }
+    __device__ int head() const { return opaque(int(blockIdx.x / SPLIT)); }
+    __device__ i64 slot() const { return opaque(row.slot); }
     __device__ int key_head() const { return head() / HEADS_PER_KEY; }
     __device__ int first_row() const { return blockIdx.x % SPLIT * SLICE; }
     __device__ bool leads_head() const { return first_row() == 0; }
@@ -60,16 +72,16 @@ struct Work {
 
     // First element of a state row of the slice, and of a ring row, in their pools.
     __device__ i64 state_at(int value_row) const {
-        return row.slot * t.state_stride + (head() * VALUE_DIM + first_row() + value_row) * KEY_DIM;
+        return slot() * t.state_stride + (head() * VALUE_DIM + first_row() + value_row) * KEY_DIM;
     }
-    __device__ i64 ring_k_at(int r) const { return row.slot * t.ring_k_stride + (key_head() * RING_ROWS + r) * KEY_DIM; }
+    __device__ i64 ring_k_at(int r) const { return slot() * t.ring_k_stride + (key_head() * RING_ROWS + r) * KEY_DIM; }
     __device__ i64 ring_v_at(int r) const {
-        return row.slot * t.ring_v_stride + (head() * RING_ROWS + r) * VALUE_DIM + first_row();
+        return slot() * t.ring_v_stride + (head() * RING_ROWS + r) * VALUE_DIM + first_row();
     }
     __device__ i64 ring_g_at(int r) const {
-        return row.slot * t.ring_g_stride + (head() * RING_ROWS + r) * (PER_CHANNEL ? KEY_DIM : 1);
+        return slot() * t.ring_g_stride + (head() * RING_ROWS + r) * (PER_CHANNEL ? KEY_DIM : 1);
     }
-    __device__ i64 ring_beta_at(int r) const { return row.slot * t.ring_beta_stride + head() * RING_ROWS + r; }
+    __device__ i64 ring_beta_at(int r) const { return slot() * t.ring_beta_stride + head() * RING_ROWS + r; }
 
     // Rows of the packed activations and of the output for token i of the batch row, and its gates.
     __device__ i64 token(int i) const { return i64(batch()) * t.tokens + i; }

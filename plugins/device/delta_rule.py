@@ -105,12 +105,10 @@ def variant(
 def blocks_an_sm(key_dim: int, read_tokens: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers.
 
-    A decode step wants many, because a block waits for its inputs before it multiplies; a prefill fills no GPU with blocks
-    and wants registers.
+    A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
+    registers it needs; a prefill fills no GPU with blocks and wants registers.
     """
-    if not read_tokens:
-        return 2
-    return 3 if key_dim > 128 else 4 if read_tokens > 2 else 5
+    return 4 if read_tokens and key_dim <= 128 else 2
 
 
 def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
