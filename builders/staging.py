@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES
+from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import UserError
 
 SPACE_HINT = "free some space, or choose a folder on another disk"
+
+
+def check_folders(source_dir: Path, output_dir: Path, replaceable: Callable[[Path], bool]) -> None:
+    """Raises UserError when the output would overwrite the source or something that must not be replaced."""
+    source, target = real(source_dir), real(output_dir)
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        raise UserError(f"{output_dir} and {source_dir} lie inside one another", "choose another --output_dir")
+    check_output(output_dir, "--output_dir", replaceable)
+
+
+def own_config(folder: Path, rank_files: str) -> dict[str, Any] | None:
+    """config.json of an output folder that holds nothing but files a command writes; None for any other folder.
+
+    rank_files: pattern of the names of its rank files. Replacing such a folder loses nothing of the user's.
+    """
+    ours = {"config.json", *TOKENIZER_FILES}
+    for path in folder.iterdir():
+        if path.is_dir() or not (path.name in ours or re.fullmatch(rank_files, path.name)):
+            return None
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def check_output(output_dir: Path, option: str, replaceable: Callable[[Path], bool]) -> None:
@@ -40,7 +69,7 @@ def check_space(output_dir: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{output_dir} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB left", SPACE_HINT
+            f"{output_dir} needs {bytes_text(needed)}, and its disk has {bytes_text(free)} left", SPACE_HINT
         )
 
 
@@ -107,8 +136,12 @@ def output_errors(output_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
             f"{output_dir} cannot be written: {error.strerror or error}",
-            SPACE_HINT if full else "check the folder's permissions, or choose another one",
+            SPACE_HINT if is_full(error) else "check the folder's permissions, or choose another one",
         ) from None
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or the user's part of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

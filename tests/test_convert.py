@@ -20,7 +20,7 @@ from tiny_family import CONFIG, LAYERS, TinyFamily, checkpoint_tensors, expected
 from trtllm_replayssm.builders import convert as conversion
 from trtllm_replayssm.builders import staging
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
-from trtllm_replayssm.builders.convert import Progress, check_folders, convert_family
+from trtllm_replayssm.builders.convert import Progress, convert_family, is_checkpoint
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.hf.folder import HfFolder
@@ -58,7 +58,7 @@ def run(
     warnings: list[str] | None = None,
 ) -> CheckpointConfig:
     warn = [].append if warnings is None else warnings.append
-    check_folders(model_dir, output_dir)
+    check_folders(model_dir, output_dir, is_checkpoint)
     with HfFolder(model_dir, warn) as folder:
         bound = family(HfConfig(folder.config), folder.shapes)
         return convert_family(folder, bound, output_dir, dtype, tp_size, replay, progress, warn)
@@ -549,7 +549,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(conversion, "staged_folder", lambda _: pytest.fail("something was written"))
-    refused(tmp_path, tensors, "its disk has 0.0 GB left")
+    refused(tmp_path, tensors, "its disk has 1000 B left")
 
 
 def test_an_output_that_cannot_be_created(converted: Path) -> None:

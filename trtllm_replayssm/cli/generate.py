@@ -193,15 +193,15 @@ def print_results(outputs: Sequence[RequestOutput], as_rows: bool, has_text: boo
 
 def write_results(args: argparse.Namespace, outputs: Sequence[RequestOutput], has_text: bool) -> None:
     """The files that were asked for, each complete or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    from trtllm_replayssm.runtime.files import replaced_file
+    from trtllm_replayssm.runtime.files import output_file
 
     if args.output_file is not None:
         rows = [json.dumps(result_row(output, has_text), ensure_ascii=False) for output in outputs]
-        with replaced_file(args.output_file) as path:
-            path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+        with output_file(args.output_file) as file:
+            file.write("".join(row + "\n" for row in rows).encode())
     if args.generation_logits_file is not None:
         logits = {str(output.request_id): output.outputs[0].generation_logits for output in outputs}
-        with replaced_file(args.generation_logits_file) as path:
-            save_file({name: tensor for name, tensor in logits.items() if tensor is not None}, path)
+        with output_file(args.generation_logits_file) as file:
+            file.write(save({name: tensor for name, tensor in logits.items() if tensor is not None}))

@@ -1,33 +1,68 @@
-"""Output files that appear complete or not at all."""
+"""Output files: regular files appear complete or not at all, devices and pipes are written through."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
+from trtllm_replayssm.builders.staging import SPACE_HINT, is_full, real
 from trtllm_replayssm.errors import UserError
+
+#: Folders whose entries stand for something else: /dev/stdout may be a regular file that the shell holds open.
+DEVICE_FOLDERS = ("/dev", "/proc")
 
 
 def check_writable(path: Path) -> None:
     """Raises UserError when a file cannot be written at ``path``; asked before long work, whose result it will hold."""
     if path.is_dir():
         raise UserError(f"{path} is a folder", "give the name of a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: {path.parent} is not a folder", "create the folder first")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: no permission in {path.parent}")
+    if is_written_through(path):
+        if not os.access(path, os.W_OK):
+            raise UserError(f"{path} cannot be written: no permission")
+        return
+    folder = real(path).parent
+    if not folder.is_dir():
+        raise UserError(f"{path} cannot be written: {folder} is not a folder", "create the folder first")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{path} cannot be written: no permission in {folder}")
+
+
+def is_written_through(path: Path) -> bool:
+    """Whether ``path`` is a device, a FIFO, or another name for an open file: none of them may be replaced."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+    return not regular or any(real(path.parent).is_relative_to(folder) for folder in DEVICE_FOLDERS)
 
 
 @contextmanager
-def replaced_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``, which becomes ``path`` when the block ends well and is removed otherwise."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """An open file whose content stands at ``path`` when the block ends well.
+
+    A regular file, or the target of a link, is replaced then, and stays as it was when the block fails; anything else that
+    exists is written through. Raises UserError that names ``path`` and the reason when it cannot be written.
+    """
     try:
-        yield temporary
-        os.replace(temporary, path)
+        if is_written_through(path):
+            with path.open("wb") as file:
+                yield file
+            return
+        target = real(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                yield file
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except BrokenPipeError:
+        # A reader that has seen enough is no error.
+        raise
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        hint = SPACE_HINT if is_full(error) else ""
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
