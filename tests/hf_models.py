@@ -263,10 +263,11 @@ MODELS: dict[str, TinyModel] = {
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
-    """The transformers model in float32, all parameters drawn with ``seed``. changes: to its config."""
+    """The transformers model in float32, all parameters drawn with ``seed``. changes: to its config; None leaves a key out."""
     tiny = MODELS[name]
     # The classes change what they are given.
     values = json.loads(json.dumps(tiny.config | changes))
+    values = {key: value for key, value in values.items() if key not in changes or value is not None}
     model = getattr(transformers, tiny.architecture)._from_config(
         getattr(transformers, tiny.config_class)(**values), attn_implementation="eager"
     )

@@ -177,3 +177,31 @@ def test_spellings_and_shards_give_the_same_weights(name: str, tmp_path: Path) -
         body = {n: t for n, t in weights.items() if not n.startswith("mtp.")}
         assert body.keys() == made[0].keys()
         assert all(torch.equal(t, made[0][n]) for n, t in body.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        pytest.param(
+            "kimi_linear",
+            {
+                "linear_attn_config": None,
+                "first_k_dense_replace": None,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+                "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+                "linear_num_heads": 4,
+                "linear_head_dim": 16,
+                "linear_conv_kernel_dim": 4,
+            },
+            id="kimi_linear-kinds listed layer by layer",
+        ),
+        pytest.param("bailing_hybrid", {"num_hidden_layers": 5}, id="bailing_hybrid-layer behind the last group"),
+    ],
+)
+def test_models_that_only_transformers_makes(name: str, changes: dict[str, object], tmp_path: Path) -> None:
+    """No published config says this, but a config class given plain arguments does."""
+    model, ids = build(name, **changes), random_ids(1, 12)
+    convert(write_saved(model, tmp_path / "hf"), tmp_path / "checkpoint", warn=lambda message: None)
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_batch_size=1, max_seq_len=12))
+    session = Session(Engine.load(tmp_path / "engine", device="cpu"))
+    assert float((absorb(session, ids) - reference_logits(model, ids)).abs().max()) < TOLERANCE

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint
 from trtllm_replayssm.builders.families.kimi_linear import LATENT_EPSILON
-from trtllm_replayssm.builders.families.parts import kda_sources, mla_sources, sigmoid_moe_sources, swiglu_sources
+from trtllm_replayssm.builders.families.parts import (
+    kda_sources,
+    listed_types,
+    mla_sources,
+    sigmoid_moe_sources,
+    swiglu_sources,
+)
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
@@ -81,13 +87,16 @@ class Bailing(BlueprintFamily):
         )
 
     def layer_types(self) -> list[str]:
-        """The last layer of every group is latent attention, and so is each one behind the last whole group."""
+        """The last layer of every group is latent attention, and so is each one behind the last whole group.
+
+        A save by transformers lists the kinds: its own rule leaves the layers behind the last whole group linear.
+        """
         config, group = self.config, self.config.positive("layer_group_size")
         whole = self.count // group * group
         words = ("linear_attention", "full_attention")
         kinds = [words[(i + 1) % group == 0 or i >= whole] for i in range(self.count)]
-        # What a save by transformers states once more.
-        config.expect("layer_types", kinds)
+        if "layer_types" in config:
+            kinds = listed_types(config, "layer_types", words)
         config.expect("mlp_layer_types", ["dense"] * self.dense + ["sparse"] * (self.count - self.dense))
         return kinds
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch
-from trtllm_replayssm.builders.families.parts import kda_sources, mla_sources, sigmoid_moe_sources, swiglu_sources
+from trtllm_replayssm.builders.families.parts import (
+    kda_sources,
+    listed_types,
+    mla_sources,
+    sigmoid_moe_sources,
+    swiglu_sources,
+)
+from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
@@ -46,12 +53,10 @@ class KimiLinear(BlueprintFamily):
         if config.positive("num_key_value_heads", heads) != heads:
             raise config.fail("num_key_value_heads", f"is not num_attention_heads, {heads}")
         self.epsilon = config.number("rms_norm_eps")
-        dense = config.integer("first_k_dense_replace")
+        kinds, mlps = self.layer_types(), self.mlp_types()
         branches: list[Branch] = []
-        kinds = self.layer_types()
-        for i, kind in enumerate(kinds):
-            branches += self.block(f"model.layers.{i}.", kind, i >= dense)
-        self.check_saved(kinds, dense)
+        for i, (kind, mlp) in enumerate(zip(kinds, mlps)):
+            branches += self.block(f"model.layers.{i}.", kind, mlp == "sparse")
         embedding = "model.embed_tokens.weight"
         return Blueprint(
             vocab_size=self.vocabulary(embedding),
@@ -65,15 +70,35 @@ class KimiLinear(BlueprintFamily):
         )
 
     def layer_types(self) -> list[str]:
-        """Kind of every layer from the lists of linear_attn_config, which count from 1 and must cover every layer once."""
-        linear = self.config.section("linear_attn_config")
-        self.kda = Kda(
-            num_heads=linear.positive("num_heads"),
-            head_dim=linear.positive("head_dim"),
-            conv_kernel=linear.positive("short_conv_kernel_size"),
+        """Kind of every layer. The hub states them in linear_attn_config, a save by transformers in layer_types."""
+        config = self.config
+        if "linear_attn_config" not in config and "linear_num_heads" in config:
+            self.kda = self.read_kda(config, "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+            return listed_types(config, "layer_types", ("linear_attention", "full_attention"))
+        linear = config.section("linear_attn_config")
+        self.kda = self.read_kda(linear, "num_heads", "head_dim", "short_conv_kernel_size")
+        kinds = self.numbered_types(linear)
+        linear.finish()
+        for key, value in {
+            "layer_types": kinds,
+            "linear_num_heads": self.kda.num_heads,
+            "linear_head_dim": self.kda.head_dim,
+            "linear_conv_kernel_dim": self.kda.conv_kernel,
+        }.items():
+            config.expect(key, value)
+        return kinds
+
+    def read_kda(self, section: HfConfig, heads: str, head_dim: str, kernel: str) -> Kda:
+        return Kda(
+            num_heads=section.positive(heads),
+            head_dim=section.positive(head_dim),
+            conv_kernel=section.positive(kernel),
             norm_epsilon=self.epsilon,
-            gate_rank=linear.positive("head_dim"),
+            gate_rank=section.positive(head_dim),
         )
+
+    def numbered_types(self, linear: HfConfig) -> list[str]:
+        """Kinds from the lists of linear_attn_config, which count from 1 and must cover every layer once."""
         lists = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
         kinds: dict[int, str] = {}
         listed = 0
@@ -86,17 +111,17 @@ class KimiLinear(BlueprintFamily):
         count = self.config.positive("num_hidden_layers")
         if listed != count or set(kinds) != set(range(1, count + 1)):
             raise linear.fail("kda_layers and full_attn_layers", f"must name each of the layers 1 to {count} once")
-        linear.finish()
         return [kinds[number] for number in range(1, count + 1)]
 
-    def check_saved(self, kinds: list[str], dense: int) -> None:
-        """What a save by transformers states once more must agree with linear_attn_config."""
-        config = self.config
-        config.expect("layer_types", kinds)
-        config.expect("mlp_layer_types", ["dense"] * dense + ["sparse"] * (len(kinds) - dense))
-        config.expect("linear_head_dim", self.kda.head_dim)
-        config.expect("linear_num_heads", self.kda.num_heads)
-        config.expect("linear_conv_kernel_dim", self.kda.conv_kernel)
+    def mlp_types(self) -> list[str]:
+        """MLP kind of every layer: the first ones are dense, or as a save by transformers lists them."""
+        config, count = self.config, self.config.positive("num_hidden_layers")
+        if "first_k_dense_replace" not in config:
+            return listed_types(config, "mlp_layer_types", ("dense", "sparse"))
+        dense = config.integer("first_k_dense_replace")
+        kinds = ["dense" if i < dense else "sparse" for i in range(count)]
+        config.expect("mlp_layer_types", kinds)
+        return kinds
 
     def block(self, prefix: str, kind: str, sparse: bool) -> tuple[Branch, Branch]:
         attention = f"{prefix}self_attn."

@@ -6,10 +6,19 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source, conv_taps, experts, rows
 from trtllm_replayssm.builders.families.blueprint import Sources
+from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.moe import Moe
+
+
+def listed_types(config: HfConfig, key: str, words: tuple[str, ...]) -> list[str]:
+    """A list with one of ``words`` for each layer. Raises CheckpointError when it is anything else."""
+    kinds, count = config.get(key), config.positive("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in words for kind in kinds):
+        raise config.fail(key, f"is missing, or not a list of {count} times {' or '.join(words)}")
+    return kinds
 
 
 def plain(prefix: str, names: dict[str, str]) -> Sources:
