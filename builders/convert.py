@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.builders.safetensors_writer import SafetensorsWriter
-from trtllm_replayssm.builders.staging import check_output, check_space, real, staged_folder
+from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -52,7 +51,7 @@ def convert(
     Raises UserError, naming file and tensor, when the folder cannot be converted or the output cannot be written.
     """
     source_dir, target = Path(model_dir), Path(output_dir)
-    check_folders(source_dir, target)
+    check_folders(source_dir, target, is_checkpoint)
     with HfFolder(source_dir, warn) as folder:
         family = find_family(folder.config, folder.shapes)
         for note in family.notes:
@@ -98,25 +97,10 @@ def convert_family(
     return config
 
 
-def check_folders(model_dir: Path, output_dir: Path) -> None:
-    """Raises UserError when the output would overwrite the source or something that is not a checkpoint of ours."""
-    source, target = real(model_dir), real(output_dir)
-    if target.is_relative_to(source) or source.is_relative_to(target):
-        raise UserError(f"{output_dir} and {model_dir} lie inside one another", "choose another --output_dir")
-    check_output(output_dir, "--output_dir", is_checkpoint)
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Whether the folder holds a checkpoint of ours and nothing else, so that replacing it loses nothing."""
-    ours = {"config.json", *TOKENIZER_FILES}
-    names = [path.name for path in folder.iterdir()]
-    if not all(name in ours or re.fullmatch(r"rank\d+\.safetensors", name) for name in names):
-        return False
-    try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and data.get("architecture") == ARCHITECTURE
+    config = own_config(folder, r"rank\d+\.safetensors")
+    return config is not None and config.get("architecture") == ARCHITECTURE
 
 
 def write_ranks(

@@ -58,7 +58,7 @@ def run(
     warnings: list[str] | None = None,
 ) -> CheckpointConfig:
     warn = [].append if warnings is None else warnings.append
-    check_folders(model_dir, output_dir, is_checkpoint)
+    staging.check_folders(model_dir, output_dir, is_checkpoint)
     with HfFolder(model_dir, warn) as folder:
         bound = family(HfConfig(folder.config), folder.shapes)
         return convert_family(folder, bound, output_dir, dtype, tp_size, replay, progress, warn)

@@ -188,14 +188,33 @@ def test_build_refuses_missing_surplus_and_truncated_rank_files(checkpoint: Path
 
 
 def test_build_refuses_to_overwrite_what_is_not_an_engine(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="are both"):
-        build_engine(checkpoint, checkpoint)
     target = tmp_path / "notes"
     target.mkdir()
     (target / "diary.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
         build_engine(checkpoint, target)
     assert (target / "diary.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "rank0.safetensors", "checkpoint/config.json"])
+def test_build_does_not_replace_an_engine_with_other_files_beside_it(
+    checkpoint: Path, engine_dir: Path, name: str
+) -> None:
+    (engine_dir / name).parent.mkdir(exist_ok=True)
+    (engine_dir / name).write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        build_engine(checkpoint, engine_dir)
+    assert (engine_dir / name).read_text() == "mine"
+    assert EngineConfig.read(engine_dir).max_batch_size == 2
+
+
+@pytest.mark.parametrize("output", ["checkpoint", "checkpoint/engine", ".", "link", "link/engine"])
+def test_build_refuses_checkpoint_and_output_inside_one_another(checkpoint: Path, tmp_path: Path, output: str) -> None:
+    (tmp_path / "link").symlink_to(checkpoint)
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with pytest.raises(UserError, match="inside one another"):
+        build_engine(checkpoint, tmp_path / output)
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 @pytest.mark.parametrize(

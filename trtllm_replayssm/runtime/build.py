@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
-from trtllm_replayssm.builders.staging import check_output, check_space, staged_folder
+from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
 from trtllm_replayssm.runtime.rank_files import (
@@ -47,9 +47,7 @@ def build_engine(
     source, target = Path(checkpoint_dir), Path(output_dir)
     config = engine_config(CheckpointConfig.read(source), options or BuildOptions())
     files = checked_files(source, config.checkpoint)
-    if target.resolve() == source.resolve():
-        raise UserError(f"--output_dir and --checkpoint_dir are both {target}", "give the engine a folder of its own")
-    check_output(target, "--output_dir", is_engine)
+    check_folders(source, target, is_engine)
     check_space(target, sum(map(data_bytes, files)))
     with staged_folder(target) as folder:
         return write_engine(source, files, folder, config, progress)
@@ -96,12 +94,9 @@ def checked_files(folder: Path, config: CheckpointConfig) -> list[SafetensorsFil
 
 
 def is_engine(folder: Path) -> bool:
-    """Whether the folder holds an engine that this program, of whatever version, has built."""
-    try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and "build_config" in data and "replayssm" in data
+    """Whether the folder holds an engine that this program, of whatever version, has built, and nothing else."""
+    config = own_config(folder, r"rank\d+\.engine")
+    return config is not None and "build_config" in config and "replayssm" in config
 
 
 def write_engine(
