@@ -388,7 +388,7 @@ def test_engines_that_cannot_speculate_are_refused(pair: tuple[Engine, Engine]) 
     with pytest.raises(UserError, match="same vocabulary"):
         DraftModelDrafter(engine("synthetic")[0], target)
     with pytest.raises(UserError, match="64 slots, fewer than the 65"):
-        DraftModelDrafter(draft, replace(target, config=replace(target.config, max_batch_size=65)))
+        DraftModelDrafter(draft, replace(target, config=replace(target.config, max_batch_size=65, max_num_tokens=260)))
     with pytest.raises(UserError, match="cannot be looked up"):
         NgramDrafter(0)
 
