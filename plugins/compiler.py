@@ -72,6 +72,19 @@ def architecture(major: int, minor: int) -> str:
     return f"{name}a" if f"{name}a" in ARCHITECTURES else name
 
 
+def check_architecture(name: str) -> None:
+    """Raises EngineError for an architecture that the kernels, or the installed NVRTC, cannot be compiled for."""
+    found = re.fullmatch(r"sm_(\d+)([af]?)", name)
+    number = int(found[1]) if found else 0
+    # Code for a family of architectures came with compute capability 10.0.
+    suited = found and number >= (100 if found[2] == "f" else 90)
+    if not suited or number not in checked(load_nvrtc().nvrtcGetSupportedArchs()):
+        raise EngineError(
+            f"the CUDA kernels cannot be compiled for the architecture {name!r}",
+            f"they are released for {', '.join(ARCHITECTURES)}; NVRTC {nvrtc_version()} is installed",
+        )
+
+
 def compile_kernel(kernel: Kernel, arch: str) -> Binary:
     """Compile ``kernel`` for ``arch``, or fetch it from the user's cache folder.
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from trtllm_replayssm import LLM, SamplingParams
+from trtllm_replayssm.cli.generate import read_rows
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
@@ -348,12 +349,17 @@ def test_several_prompts_are_told_apart(engine_dir: Path, capsys: pytest.Capture
         ('{"prompt": 3}', "prompt is not a string"),
         ('{"input_ids": "3"}', "input_ids is not a list of integers"),
         ('{"input_ids": [true]}', "input_ids is not a list of integers"),
+        ('{"input_ids": [' + "9" * 5000 + "]}", "cannot be read: Exceeds the limit"),
+        ("[" * 100_000, "cannot be read: maximum recursion depth"),
+        ('{"prompt": "ab\\ud800"}', "prompt is not Unicode text: character 3 is '\\ud800'"),
+        (b'{"prompt": "\xff"}', "is not UTF-8: byte 13 is 0xff"),
     ],
 )
 def test_bad_rows_are_named_by_line(
-    engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, match: str
+    engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | bytes, match: str
 ) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n\n' + line + "\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
     base = ["generate", "--engine_dir", str(engine_dir), "--input_file", str(tmp_path / "in.jsonl")]
     assert main([*base, "--output_file", str(tmp_path / "out.jsonl")]) == 1
     error = capsys.readouterr().err.splitlines()[0]
@@ -376,6 +382,24 @@ def test_files_that_cannot_be_read_or_written(
     (tmp_path / "empty.jsonl").write_text("\n")
     assert main([*text[:3], "--input_file", str(tmp_path / "empty.jsonl")]) == 1
     assert "holds no rows" in capsys.readouterr().err
+
+
+def test_line_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\r\n', encoding="utf-8", newline="")
+    assert read_rows(tmp_path / "in.jsonl") == [{"prompt": "a\u2028b\x85c"}]
+
+
+def test_prompt_that_is_not_unicode_is_refused(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``sys.argv`` has it when the shell passes bytes that are not UTF-8."""
+    assert main(["generate", "--engine_dir", str(engine_dir), "--input_text", "a\udcff bad"]) == 1
+    assert "the prompt is not Unicode text: character 2 is '\\udcff'" in capsys.readouterr().err
+
+
+def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["generate", "--engine_dir", str(engine_dir), "--input_text", "a", "--max_output_len", "2"]
+    for option in ("--output_file", "--generation_logits_file"):
+        assert main([*base, option, "/dev/full"]) == 1
+        assert "error: /dev/full cannot be written: No space left on device\n" in capsys.readouterr().err
 
 
 def test_build_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,3 +57,17 @@ def test_command_prints_a_table(capsys):
 def test_command_refuses_what_it_does_not_know(capsys):
     assert main(["kernels", "--only", "nothing"]) == 1
     assert "no kernel's name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["foo", "sm_", "sm_75", "sm_90f", "sm_999", "compute_90a"])
+def test_architectures_that_cannot_work_are_refused_before_compiling(arch, capsys):
+    assert main(["kernels", "--arch", arch]) == 1
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: the CUDA kernels cannot be compiled for the architecture {arch!r}"
+    assert "sm_90a, sm_100a, sm_103a" in hint
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3"])
+def test_jobs_must_be_positive(jobs, capsys):
+    assert main(["kernels", "--jobs", jobs]) == 1
+    assert f"--jobs is {jobs}; it must be 1 or more" in capsys.readouterr().err

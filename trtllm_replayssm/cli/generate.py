@@ -144,27 +144,35 @@ def report_speculation(counts: SpeculationStatistics) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file. Raises UserError that names the line when one is not what it should be."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        # Not by splitlines: a string of JSON may hold other line separators as they are.
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     rows = [parse_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} holds no rows", 'write one JSON object per line: {"prompt": "..."}')
     return rows
 
 
-def parse_row(line: str, where: str) -> dict[str, Any]:
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    from trtllm_replayssm.runtime.tokenizer import check_unicode
+
     hint = 'a row is {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}", hint) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}", hint) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} cannot be read: {error}", hint) from None
     if not isinstance(row, dict) or set(row) not in ({"prompt"}, {"input_ids"}):
         found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} must have the key prompt or input_ids and no other; found {found}", hint)
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
             raise UserError(f"{where}: prompt is not a string", hint)
+        check_unicode(row["prompt"], f"{where}: prompt")
     elif not isinstance(row["input_ids"], list) or not all(type(token) is int for token in row["input_ids"]):
         raise UserError(f"{where}: input_ids is not a list of integers", hint)
     return row

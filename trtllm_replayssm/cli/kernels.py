@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from trtllm_replayssm.plugins.compiler import check_architecture
+
+    if args.jobs < 1:
+        raise UserError(f"--jobs is {args.jobs}; it must be 1 or more")
+    check_architecture(args.arch)
     reports = list(compiled(args))
     if args.json:
         print_line(json.dumps([as_dict(r) for r in reports], indent=2))
@@ -56,7 +61,7 @@ def compiled(args: argparse.Namespace) -> Iterator[KernelReport]:
     kernels = [k for k in released_kernels() if args.only is None or args.only in k.symbol]
     if not kernels:
         raise UserError(f"no kernel's name contains {args.only!r}")
-    with ThreadPoolExecutor(max_workers=max(1, args.jobs)) as pool:
+    with ThreadPoolExecutor(max_workers=args.jobs) as pool:
         yield from pool.map(lambda kernel: report(kernel, args.arch), kernels)
 
 

@@ -12,6 +12,17 @@ from trtllm_replayssm.errors import UserError
 REPLACEMENT = "\ufffd"
 
 
+def check_unicode(text: str, what: str) -> None:
+    """Raises UserError when the text holds halves of a character, as Python makes them of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what} is not Unicode text: character {error.start + 1} is {text[error.start]!a}",
+            "it must be UTF-8, and \\ud800 to \\udfff in JSON must come in pairs",
+        ) from None
+
+
 class Tokenizer:
     """Encodes prompts and decodes outputs."""
 
@@ -32,6 +43,8 @@ class Tokenizer:
         self.fast.no_truncation()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises UserError for text that is not Unicode."""
+        check_unicode(text, "the prompt")
         return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
