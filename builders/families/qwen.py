@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -122,9 +124,9 @@ class Qwen(BlueprintFamily):
         conv = {"conv1d.weight": conv_taps(f"{prefix}conv1d.weight")}
         return plain(prefix, {name: name for name in names}) | conv | {"in_proj.weight": self.in_proj(prefix, layer)}
 
+    @abstractmethod
     def in_proj(self, prefix: str, layer: GatedDelta) -> Source:
         """The rows q, k, v, z, b, a from the family's own packing."""
-        raise NotImplementedError
 
     def moe(self) -> Moe:
         config = self.config
