@@ -389,6 +389,26 @@ def test_line_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "in.jsonl") == [{"prompt": "a\u2028b\x85c"}]
 
 
+def test_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert read_rows(tmp_path / "in.jsonl") == [{"prompt": "a"}]
+
+
+def test_files_must_not_overwrite_each_other(
+    engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, link = tmp_path / "in.jsonl", tmp_path / "link"
+    rows.write_text('{"input_ids": [1, 2]}\n')
+    link.symlink_to(rows)
+    out = tmp_path / "out"
+    for files in (["--output_file", link], ["--output_file", out, "--generation_logits_file", tmp_path / "." / "out"]):
+        words = ["generate", "--engine_dir", engine_dir, "--input_file", rows, *files]
+        assert main([str(word) for word in words]) == 1
+        assert "are the same file" in capsys.readouterr().err
+    assert rows.read_text() == '{"input_ids": [1, 2]}\n'
+    assert not out.exists()
+
+
 def test_prompt_that_is_not_unicode_is_refused(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As ``sys.argv`` has it when the shell passes bytes that are not UTF-8."""
     assert main(["generate", "--engine_dir", str(engine_dir), "--input_text", "a\udcff bad"]) == 1

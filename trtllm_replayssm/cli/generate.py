@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import sys
 import time
@@ -57,13 +58,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument(
+        "--plugin_impl",
+        choices=("auto", "reference", "cuda"),
+        default="auto",
+        help="who computes the recurrent layers: the CUDA kernels, plain torch, or the fastest that the device has",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.engine_config import EngineConfig
-    from trtllm_replayssm.runtime.files import check_writable
+    from trtllm_replayssm.runtime.files import check_distinct, check_writable
     from trtllm_replayssm.runtime.ranks import run_ranks, started_by_torchrun
 
+    files = {name: getattr(args, name) for name in ("input_file", "output_file", "generation_logits_file")}
+    check_distinct({f"--{name}": path for name, path in files.items() if path is not None})
     for path in (args.output_file, args.generation_logits_file):
         if path is not None:
             check_writable(path)
@@ -98,7 +107,7 @@ def generate(args: argparse.Namespace) -> int:
     )
     speculation = speculation_options(args)
     prompts = args.input_text or read_rows(args.input_file)
-    llm = LLM(args.engine_dir, device=args.device, speculation=speculation)
+    llm = LLM(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl, speculation=speculation)
     reports = llm.engine.rank == 0
     streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1
     start = time.perf_counter()
@@ -145,7 +154,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file. Raises UserError that names the line when one is not what it should be."""
     try:
         # Not by splitlines: a string of JSON may hold other line separators as they are.
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     rows = [parse_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]

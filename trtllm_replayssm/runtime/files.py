@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,17 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path} cannot be written: {folder} is not a folder", "create the folder first")
     if not os.access(folder, os.W_OK):
         raise UserError(f"{path} cannot be written: no permission in {folder}")
+
+
+def check_distinct(paths: Mapping[str, Path]) -> None:
+    """Raises UserError when two options name one regular file: one would overwrite the other."""
+    named: dict[Path, str] = {}
+    for option, path in paths.items():
+        if is_written_through(path):
+            continue
+        first = named.setdefault(real(path), option)
+        if first != option:
+            raise UserError(f"{first} and {option} are the same file, {path}", f"give another name to {option}")
 
 
 def is_written_through(path: Path) -> bool:
