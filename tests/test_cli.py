@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,35 @@ def test_process_reports_a_user_error_in_two_lines(tmp_path: Path) -> None:
     assert error == f"error: {tmp_path / 'nowhere'} does not exist"
     assert hint.startswith("hint: --model_dir must be")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_in_the_middle_leaves_nothing_half_written(end: signal.Signals, tmp_path: Path) -> None:
+    """The command stops itself once its output folder has begun, as a job scheduler would stop it."""
+    script = f"""
+import os, sys
+from trtllm_replayssm.builders.staging import staged_folder
+from trtllm_replayssm.cli import doctor, main
+from pathlib import Path
+
+def run(args):
+    with staged_folder(Path({str(tmp_path / "out")!r})) as staging:
+        (staging / "rank0.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), {int(end)})
+
+doctor.run = run
+sys.exit(main.main(["doctor"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 128 + end
+    assert ended.stderr == f"error: ended by {end.name}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_change_no_status(streams: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m trtllm_replayssm inspect {tmp_path / 'none'} {streams}"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 1
 
 
 def test_closed_pipe_is_no_error() -> None:
@@ -219,3 +249,45 @@ def test_tables_align_figures_and_hide_empty_headings(capsys: pytest.CaptureFixt
     assert lines[0] == "Title"
     assert [line for line in lines if "MiB" in line] == ["  a     1 MiB", "  bb   10 MiB"]
     assert not any("─" in line for line in lines)
+
+
+def test_tables_are_as_wide_as_columns_says_and_cut_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "pip install --index-url https://example.org/a/rather/long/address/of/an/index"
+    monkeypatch.setenv("COLUMNS", "40")
+    console.print_table("Title", ("", ""), [("one", command)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "".join("".join(line.split()) for line in lines) == "Titleone" + command.replace(" ", "")
+    monkeypatch.delenv("COLUMNS")
+    console.print_table("Title", ("", ""), [("one", command)])
+    assert command in capsys.readouterr().out
+
+
+def test_table_into_a_closed_pipe_is_quiet() -> None:
+    program = (
+        "import sys\n"
+        "from trtllm_replayssm import console\n"
+        "from trtllm_replayssm.cli import doctor, main\n"
+        "rows = [('x' * 100, 'y')] * 2000\n"
+        "doctor.run = lambda args: console.print_table('Title', ('', ''), rows)\n"
+        "sys.exit(main.main(['doctor']))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.read(1)
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    assert child.wait(60) == cli_main.EXIT_BROKEN_PIPE
+
+
+def test_no_color_means_no_escape_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console.print_table("Title", ("a", "b"), [("1", "2")])
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.print_table("Title", ("a", "b"), [("1", "2")])
+    assert "\x1b" not in capsys.readouterr().out

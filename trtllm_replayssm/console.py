@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 #: Logger of the whole package; library users attach their own handlers to it.
 LOGGER = logging.getLogger("trtllm_replayssm")
@@ -47,6 +50,9 @@ def print_error(message: str, hint: str = "") -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
+#: Characters of a table's line when nothing says how wide the reader is.
+PIPED_WIDTH = 240
+
 #: Called with the bytes done so far, the bytes to do, and what is at hand.
 ByteProgress = Callable[[int, int, str], None]
 
@@ -79,7 +85,8 @@ def byte_bar(what: str) -> Iterator[ByteProgress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[name]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    console = Console(stderr=True, color_system=color_system())
+    with Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(what, total=None, name="")
         yield lambda done, total, name: shown.update(task, completed=done, total=total, name=name)
 
@@ -93,7 +100,10 @@ def print_line(text: str = "") -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A result as a table; columns that hold figures are aligned to the right. As wide as it needs when piped."""
+    """A result as a table; columns that hold figures are aligned to the right.
+
+    As wide as the terminal, or as COLUMNS says; as it needs when piped. Raises BrokenPipeError when the reader has gone.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -102,12 +112,24 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     table = Table(box=box.SIMPLE_HEAD, show_header=any(columns))
     for i, column in enumerate(columns):
         figures = all(re.fullmatch(r"-?[\d.]+ ?\S*", row[i]) for row in rows)
-        table.add_column(column, justify="right" if figures else "left")
+        table.add_column(column, justify="right" if figures else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 240, markup=False, highlight=False)
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
+    console = Console(width=width, color_system=color_system(), markup=False, highlight=False)
+    # By itself rich would end the process with status 1.
+    console.on_broken_pipe = broken_pipe  # type: ignore[method-assign]
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)
+
+
+def color_system() -> Literal["auto"] | None:
+    """Of rich; None writes no escape codes for colours or styles, which NO_COLOR (https://no-color.org) asks for."""
+    return None if os.environ.get("NO_COLOR") else "auto"
+
+
+def broken_pipe() -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def bytes_text(size: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import trtllm_replayssm
+from trtllm_replayssm.cli.process import Terminated, open_closed_streams, termination_raises
 from trtllm_replayssm.console import LOG_LEVELS, LOGGER, print_error, start_logging
 from trtllm_replayssm.errors import UserError
 
@@ -31,6 +32,8 @@ EXIT_USER_ERROR = 1
 EXIT_INTERNAL_ERROR = 3
 #: Ended by SIGINT or by a closed pipe, as a shell reports it.
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
+#: Added to the number of another signal that ended the process.
+EXIT_SIGNAL = 128
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,10 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status; raises SystemExit where argparse does."""
+    open_closed_streams()
     args = build_parser().parse_args(argv)
     start_logging(args.log_level)
     try:
-        status: int = args.run(args)
+        with termination_raises():
+            status: int = args.run(args)
         sys.stdout.flush()
         return status
     except UserError as error:
@@ -77,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return EXIT_INTERRUPTED
+    except Terminated as end:
+        print_error(f"ended by {end}")
+        return EXIT_SIGNAL + end.signum
     except BrokenPipeError:
         # The reader has gone; give Python's own flush at exit something to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
