@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.errors import EngineError, pip_extra
 from trtllm_replayssm.plugins.launch import Kernel
 
 #: Architectures that kernels are released and checked for. Others of compute capability 9.0 or more should work as well.
@@ -153,9 +153,7 @@ def load_nvrtc() -> ModuleType:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise EngineError(
-            f"the CUDA kernels cannot be compiled: {error}", "pip install 'trtllm-replayssm[cuda]'"
-        ) from None
+        raise EngineError(f"the CUDA kernels cannot be compiled: {error}", pip_extra("cuda")) from None
     return nvrtc
 
 

@@ -163,8 +163,23 @@ def test_what_this_version_lacks_is_not_blamed_on_the_machine() -> None:
     for name, reason in doctor.NOT_IN_THIS_VERSION.items():
         capability = judge(name, findings)
         assert not capability.available
-        assert capability.missing == (reason,)
+        assert capability.missing == (f"not in this version: {reason}",)
         assert capability.mend == ()
+
+
+def test_nothing_is_to_be_installed_for_what_this_version_lacks() -> None:
+    findings = {name: Finding(name, False, "absent", "get it") for names in doctor.NEEDS.values() for name in names}
+    assert all(judge(name, findings).mend == () for name in doctor.NOT_IN_THIS_VERSION)
+
+
+def test_missing_nvidia_smi_is_not_a_missing_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.probe_gpu().value == "nvidia-smi is not installed"
+
+    def failing(command: list[str], **options: Any) -> None:
+        raise subprocess.CalledProcessError(9, command)
+
+    monkeypatch.setattr(subprocess, "run", failing)
+    assert doctor.probe_gpu().value == "nvidia-smi finds no GPU"
 
 
 def test_triton_is_found_where_its_container_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

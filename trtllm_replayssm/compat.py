@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.errors import EngineError, pip_extra
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
 
@@ -29,7 +29,7 @@ MODULES: dict[Flavour, tuple[str, ...]] = {
     "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
 PACKAGES: dict[Flavour, str] = {
-    "tensorrt": "pip install 'trtllm-replayssm[tensorrt]'",
+    "tensorrt": pip_extra("tensorrt"),
     "tensorrt_rtx": "pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
 }
 #: From this NumPy on, an array of one element is no number; from this TensorRT on, its plugin module knows that.

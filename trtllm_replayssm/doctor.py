@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm.console import bytes_text
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import UserError, pip_extra
 
 #: First release of TensorRT-LLM without an engine builder.
 TRTLLM_WITHOUT_BUILDER = (1, 3)
@@ -65,7 +65,8 @@ def judge(capability: str, findings: dict[str, Finding]) -> Capability:
     absent = [finding for finding in needed if not finding.present]
     missing = [f"{finding.name}: {finding.value}" for finding in absent]
     if capability in NOT_IN_THIS_VERSION:
-        missing.insert(0, NOT_IN_THIS_VERSION[capability])
+        # Nothing that could be installed would bring it.
+        return Capability(capability, False, (f"not in this version: {NOT_IN_THIS_VERSION[capability]}",), ())
     return Capability(
         capability, not missing, tuple(missing), tuple(finding.mend for finding in absent if finding.mend)
     )
@@ -96,6 +97,8 @@ def probe_gpu() -> Finding:
     try:
         command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except FileNotFoundError:
+        return Finding("NVIDIA GPU", False, "nvidia-smi is not installed", mend)
     except (OSError, subprocess.SubprocessError):
         return Finding("NVIDIA GPU", False, "nvidia-smi finds no GPU", mend)
     lines = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 3]
@@ -117,7 +120,7 @@ def probe_torch_cuda() -> Finding:
 
 
 def probe_nvrtc() -> Finding:
-    mend = "pip install 'trtllm-replayssm[cuda]'"
+    mend = pip_extra("cuda")
     try:
         error, major, minor = import_module("cuda.bindings.nvrtc").nvrtcVersion()
     except Exception as failed:
@@ -128,7 +131,7 @@ def probe_nvrtc() -> Finding:
 
 
 def probe_tensorrt() -> Finding:
-    mend = "pip install 'trtllm-replayssm[tensorrt]'"
+    mend = pip_extra("tensorrt")
     try:
         found = import_module("trtllm_replayssm.compat").load_tensorrt(("tensorrt",))
     except UserError as error:
@@ -140,7 +143,7 @@ def probe_tensorrt() -> Finding:
 
 def probe_tensorrt_llm() -> Finding:
     """Not imported: that takes long, and starts MPI."""
-    mend = "pip install 'trtllm-replayssm[trtllm]'  (Linux, Python 3.12)"
+    mend = f"{pip_extra('trtllm')} (Linux, Python 3.12)"
     version = installed("tensorrt-llm")
     if version is None:
         return Finding("TensorRT-LLM", False, "not installed", mend)
@@ -225,7 +228,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 #: Capabilities that no machine has yet.
 NOT_IN_THIS_VERSION: dict[str, str] = {
-    "TensorRT engine": "this version builds the embedded flavour only",
-    "trtllm-build": "this version brings no model class for trtllm-build",
-    "Triton server": "this version brings no Triton model repository",
+    "TensorRT engine": "it builds the embedded flavour only",
+    "trtllm-build": "it brings no model class for trtllm-build",
+    "Triton server": "it brings no Triton model repository",
 }

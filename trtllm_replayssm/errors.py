@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def pip_extra(name: str) -> str:
+    """The command that installs an extra of pyproject.toml; the package is on no index."""
+    return f"pip install '.[{name}]' in the folder of trtllm-replayssm's pyproject.toml"
+
+
 class UserError(Exception):
     """Something outside the program is wrong: a file, an option, the machine.
 

@@ -59,7 +59,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "MODULES", {"tensorrt": ("no_such_module",), "tensorrt_rtx": ("nor_this_one",)})
     with pytest.raises(EngineError, match=r"^tensorrt or tensorrt_rtx is not installed$") as error:
         load_tensorrt()
-    assert "trtllm-replayssm[tensorrt]" in error.value.hint
+    assert "'.[tensorrt]'" in error.value.hint
 
 
 def test_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

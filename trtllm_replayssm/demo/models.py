@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import UserError, pip_extra
 
 
 def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
@@ -24,7 +24,7 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
     except ImportError:
         raise UserError(
             "the demo makes its model with transformers, which is not installed",
-            "pip install 'trtllm-replayssm[demo]'",
+            pip_extra("demo"),
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
