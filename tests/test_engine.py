@@ -252,6 +252,11 @@ def test_build_refuses_options_that_cannot_work(
         (lambda d: d.pop("pretrained_config"), "does not describe an engine of trtllm-replayssm"),
         (lambda d: d["build_config"].pop("max_seq_len"), "is damaged: .*max_seq_len"),
         (lambda d: d["pretrained_config"].pop("dtype"), "is damaged"),
+        # With these, a session would take no tokens at a step, and never end.
+        (lambda d: d["build_config"].update(max_batch_size=0), "is damaged: max_batch_size is 0"),
+        (lambda d: d["build_config"].update(max_num_tokens=1), "is damaged: max_num_tokens 1 is too small"),
+        (lambda d: d["build_config"].update(max_seq_len=64.5), "is damaged: max_seq_len is 64.5"),
+        (lambda d: d["build_config"].update(max_seq_len=True), "is damaged: max_seq_len is True"),
     ],
 )
 def test_load_refuses_configs_of_other_versions_and_programs(
@@ -261,6 +266,23 @@ def test_load_refuses_configs_of_other_versions_and_programs(
     with pytest.raises(EngineError, match=match) as caught:
         Engine.load(engine_dir)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("sizes", [[], [1, 2], ["abc"], [-1]])
+def test_load_refuses_sizes_that_no_rank_files_have(engine_dir: Path, sizes: list[Any]) -> None:
+    edit_config(engine_dir, lambda d: rank_bytes_owner(d).update(rank_bytes=sizes))
+    with pytest.raises(EngineError, match=r"is damaged: .*rank_bytes"):
+        Engine.load(engine_dir, device="cpu")
+
+
+def rank_bytes_owner(data: dict[str, Any]) -> dict[str, Any]:
+    return next(part for part in data.values() if isinstance(part, dict) and "rank_bytes" in part)
+
+
+def test_load_refuses_a_config_nested_without_end(engine_dir: Path) -> None:
+    (engine_dir / "config.json").write_text("[" * 100_000)
+    with pytest.raises(EngineError, match="cannot be read as JSON"):
+        Engine.load(engine_dir, device="cpu")
 
 
 def test_load_refuses_folders_without_a_readable_config(tmp_path: Path, engine_dir: Path) -> None:

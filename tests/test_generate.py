@@ -240,6 +240,12 @@ def test_prompts_that_cannot_be_run_are_refused_before_anything_runs(llm: LLM, p
     assert torch.equal(llm.session.host, before)
 
 
+def test_end_tokens_that_do_not_exist_are_refused(llm: LLM) -> None:
+    for params in (SamplingParams(end_id=99999), SamplingParams(stop_token_ids=[99999])):
+        with pytest.raises(UserError, match="end token 99999 does not exist"):
+            llm.generate([[1, 2]], params)
+
+
 def test_as_many_parameters_as_prompts(llm: LLM) -> None:
     with pytest.raises(UserError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["a", "b"], [SamplingParams()])

@@ -95,6 +95,8 @@ def generate(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.runtime.sampling import SamplingParams
 
+    if args.max_output_len < 1 or args.random_seed < 0:
+        raise UserError("--max_output_len must be 1 or more, and --random_seed 0 or more")
     params = SamplingParams(
         max_tokens=args.max_output_len,
         temperature=args.temperature,

@@ -47,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trtllm-replayssm",
         description=trtllm_replayssm.__doc__,
-        epilog="Exit status: 0 done, 1 input or machine at fault, 2 wrong arguments, 3 program at fault.",
+        epilog="Exit status: 0 done; 1 files, values or the machine are at fault; 2 arguments that cannot be parsed; "
+        "3 the program is at fault; 128 + N ended by signal N.",
     )
     parser.add_argument("--version", action="version", version=f"trtllm-replayssm {trtllm_replayssm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

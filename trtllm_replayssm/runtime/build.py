@@ -13,7 +13,7 @@ from pathlib import Path
 from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
-from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
 from trtllm_replayssm.runtime.rank_files import (
     NO_FINGERPRINT,
@@ -60,13 +60,6 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
     if trained is not None and max_seq_len > trained:
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
     replay = options.replay(checkpoint.replay)
-    step = options.max_batch_size * replay.verify_tokens
-    if options.max_num_tokens < step:
-        raise UserError(
-            f"max_num_tokens {options.max_num_tokens} is too small for a step of {options.max_batch_size} requests, "
-            f"which takes {step} tokens",
-            "raise --max_num_tokens, or lower --max_batch_size or --max_draft_len",
-        )
     return EngineConfig(
         checkpoint=replace(checkpoint, replay=replay),
         max_batch_size=options.max_batch_size,

@@ -84,7 +84,10 @@ class EngineConfig:
     """config.json of an engine folder.
 
     checkpoint: the model, with the ReplaySSM options that the build settled on. fingerprint: names this build in every
-    rank file. rank_bytes: sizes of the rank files. package_version, torch_version: of the program that built it.
+    rank file. rank_bytes: sizes of the rank files, none before they are written. package_version, torch_version: of the
+    program that built it.
+
+    Raises EngineError for limits that no build has: with them, steps would take no tokens and never end.
     """
 
     checkpoint: CheckpointConfig
@@ -96,6 +99,21 @@ class EngineConfig:
     rank_bytes: tuple[int, ...] = ()
     package_version: str = trtllm_replayssm.__version__
     torch_version: str = torch.__version__
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise EngineError(f"{name} is {value!r}; it must be an integer of 1 or more")
+        step = self.max_batch_size * self.replay.verify_tokens
+        if self.max_num_tokens < step:
+            raise EngineError(
+                f"max_num_tokens {self.max_num_tokens} is too small for a step of {self.max_batch_size} requests, "
+                f"which takes {step} tokens",
+                "raise --max_num_tokens, or lower --max_batch_size or --max_draft_len",
+            )
+        if not all(type(size) is int and size > 0 for size in self.rank_bytes):
+            raise EngineError(f"rank_bytes are {list(self.rank_bytes)}; sizes are integers of 1 or more")
 
     @property
     def world_size(self) -> int:
@@ -170,9 +188,14 @@ class EngineConfig:
                     REBUILD,
                 )
         try:
+            checkpoint = CheckpointConfig.from_dict(data["pretrained_config"], where)
+        except CheckpointError as error:
+            # Its sentence names the file and the damage; only what to do is another thing.
+            raise EngineError(error.message, REBUILD) from None
+        try:
             build = data["build_config"]
-            return cls(
-                checkpoint=CheckpointConfig.from_dict(data["pretrained_config"], where),
+            config = cls(
+                checkpoint=checkpoint,
                 max_batch_size=build["max_batch_size"],
                 max_seq_len=build["max_seq_len"],
                 max_num_tokens=build["max_num_tokens"],
@@ -182,8 +205,14 @@ class EngineConfig:
                 package_version=ours["package_version"],
                 torch_version=ours["torch_version"],
             )
-        except (KeyError, TypeError, AttributeError, CheckpointError) as error:
-            raise EngineError(f"{where} is damaged: {error}", REBUILD) from None
+            if len(config.rank_bytes) != config.world_size:
+                raise EngineError(f"it has {len(config.rank_bytes)} rank_bytes for {config.world_size} rank(s)")
+            if not isinstance(config.fingerprint, str):
+                raise EngineError(f"its fingerprint is {config.fingerprint!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+            what = error if isinstance(error, EngineError) else repr(error)
+            raise EngineError(f"{where} is damaged: {what}", REBUILD) from None
+        return config
 
     @classmethod
     def read(cls, folder: Path) -> EngineConfig:
@@ -195,7 +224,7 @@ class EngineConfig:
             raise EngineError(
                 f"{path} does not exist", "--engine_dir must be a folder written by: trtllm-replayssm build"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise EngineError(f"{path} cannot be read as JSON: {error}", REBUILD) from None
         if not isinstance(data, dict):
             raise EngineError(f"{path} does not hold a JSON object", REBUILD)

@@ -147,6 +147,9 @@ def check_request(engine: Engine, request: Request) -> None:
     for token in request.prompt:
         if type(token) is not int or not 0 <= token < known:
             raise UserError(f"{which} holds token id {token!r}; the model has ids 0 to {known - 1}")
+    for token in (request.params.end_id or 0, *request.params.stop_token_ids):
+        if token >= known:
+            raise UserError(f"end token {token} does not exist; the model has ids 0 to {known - 1}")
     room = config.max_seq_len - len(request.prompt)
     if room < 1:
         raise UserError(

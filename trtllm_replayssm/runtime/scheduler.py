@@ -59,9 +59,13 @@ class Scheduler:
         """
         built = session.replay.max_draft_len
         if drafter is not None and not 1 <= (max_draft_len or built) <= built:
+            if built == 0:
+                raise UserError(
+                    "the engine was built without room for drafts (max_draft_len 0)",
+                    "build it with --max_draft_len 3, for example",
+                )
             raise UserError(
-                f"max_draft_len is {max_draft_len or built}; the engine was built for {built} drafts",
-                "build it with a larger --max_draft_len" if built == 0 else f"use 1 to {built}",
+                f"max_draft_len is {max_draft_len}; the engine was built for {built} drafts", f"use 1 to {built}"
             )
         self.session, self.drafter, self.time_slice = session, drafter, time_slice
         self.max_draft_len = 0 if drafter is None else max_draft_len or built
@@ -155,7 +159,7 @@ class Scheduler:
         """End the requests that are still in these slots."""
         if self.session.engine.group is not None:
             raise error
-        log.error("a step failed: %s: %s", type(error).__name__, error)
+        log.debug("a step failed", exc_info=error)
         for slot in slots:
             if (job := self.running.pop(slot, None)) is not None:
                 self.updates.append(Update(job.request.request_id, [], "", error=error))
