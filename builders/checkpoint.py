@@ -149,7 +149,7 @@ class CheckpointConfig:
             raise CheckpointError(
                 f"{path} does not exist", "--checkpoint_dir must be a folder written by trtllm-replayssm convert"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} does not hold a JSON object")

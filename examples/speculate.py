@@ -45,12 +45,16 @@ def speculate(session: Session, prompt: list[int], count: int) -> tuple[list[int
 
 def main(engine_dir: Path) -> None:
     llm = LLM(engine_dir)
+    if llm.session.replay.max_draft_len == 0:
+        print("this engine has no room for drafts: build it with --max_draft_len 3 to see fewer steps")
     output = llm.generate(PROMPT, SamplingParams(max_tokens=48, end_id=-1))
     plain = output.outputs[0].token_ids
     print(f"{PROMPT!r} goes on: {output.outputs[0].text!r}")
     tokens, steps = speculate(llm.session, llm.tokenizer.encode(PROMPT), 48)
-    print(f"with drafts: the same tokens: {tokens == plain}, in {steps} steps instead of {len(plain)}")
+    print(f"with drafts: the same tokens: {tokens == plain}, in {steps} steps instead of {len(plain) - 1}")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python speculate.py ENGINE_DIR")
     main(Path(sys.argv[1]))

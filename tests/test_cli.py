@@ -219,6 +219,14 @@ def test_overriding_options_leave_the_rest_as_it_was() -> None:
     assert replay_config(parser.parse_args(["--max_draft_len", "0"]), stored) == ReplayConfig(window=8)
 
 
+def test_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--output_dir "$UNSET"`` must not write where the user happens to be."""
+    with pytest.raises(SystemExit) as end:
+        main(["convert", "--model_dir", "model", "--output_dir", ""])
+    assert end.value.code == 2
+    assert "--output_dir: is empty" in capsys.readouterr().err
+
+
 def test_pipeline_parallelism_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--model_dir", "/nowhere", "--output_dir", "/nowhere2", "--pp_size", "2"]) == 1
     assert "pipeline parallelism is not supported" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_checkpoint_and_engine_say_what_they_were_made_with(config_file: Any) ->
     checkpoint = CheckpointConfig("Test", "bfloat16", 1, subject.decoder, subject.replay)
     read = read_subject(config_file(checkpoint.to_dict()))
     assert (read.source, read.decoder, read.replay) == ("checkpoint", subject.decoder, subject.replay)
-    engine = EngineConfig(checkpoint, max_batch_size=2, max_seq_len=77, max_num_tokens=64)
+    engine = EngineConfig(checkpoint, max_batch_size=2, max_seq_len=77, max_num_tokens=64, rank_bytes=(1,))
     read = read_subject(config_file(engine.to_dict()))
     assert (read.source, read.max_seq_len) == ("engine", 77)
 

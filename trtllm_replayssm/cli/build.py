@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import add_replay_arguments
+from trtllm_replayssm.cli.options import add_replay_arguments, path_argument
 from trtllm_replayssm.console import byte_progress, bytes_text, print_table
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder written by convert")
+    parser.add_argument("--checkpoint_dir", type=path_argument, required=True, help="folder written by convert")
     parser.add_argument(
-        "--output_dir", type=Path, required=True, help="folder to write; an earlier engine in it is replaced"
+        "--output_dir", type=path_argument, required=True, help="folder to write; an earlier engine in it is replaced"
     )
     parser.add_argument(
         "--engine_flavour",
@@ -58,11 +58,12 @@ def run(args: argparse.Namespace) -> int:
 
 def print_summary(folder: Path, config: EngineConfig) -> None:
     """What was built; ``inspect`` tells more."""
+    prompt = '--input_text "..."' if (folder / "tokenizer.json").is_file() else "--input_file ROWS_WITH_INPUT_IDS.jsonl"
     rows = [
         ("flavour", config.engine_flavour),
         ("weights", f"{bytes_text(max(config.rank_bytes))} a rank, {config.world_size} rank(s)"),
         ("state", f"{bytes_text(config.slot_bytes())} a request and rank, KV cache of {config.max_seq_len} included"),
         ("limits", f"{config.max_batch_size} requests, {config.max_seq_len} tokens each"),
-        ("next", f'trtllm-replayssm generate --engine_dir {folder} --input_text "..."'),
+        ("next", f"trtllm-replayssm generate --engine_dir {folder} {prompt}"),
     ]
     print_table(f"engine {folder}", ("", ""), rows)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, replay_config
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, path_argument, replay_config
 from trtllm_replayssm.console import LOGGER, byte_progress, bytes_text, print_table
 from trtllm_replayssm.errors import UserError
 
@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model_dir", type=Path, required=True, help="Hugging Face folder: config.json, *.safetensors")
     parser.add_argument(
-        "--output_dir", type=Path, required=True, help="folder to write; an earlier checkpoint in it is replaced"
+        "--model_dir", type=path_argument, required=True, help="Hugging Face folder: config.json, *.safetensors"
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=path_argument,
+        required=True,
+        help="folder to write; an earlier checkpoint in it is replaced",
     )
     parser.add_argument(
         "--dtype",

@@ -10,6 +10,7 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
+from trtllm_replayssm.cli.options import path_argument
 from trtllm_replayssm.console import LOGGER, print_line, print_table
 from trtllm_replayssm.demo.catalogue import MODELS
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family", choices=MODELS, default=next(iter(MODELS)), help="model to make, one for each recurrence"
     )
-    parser.add_argument("--output_dir", type=Path, help="keep model, checkpoint and engines there")
+    parser.add_argument("--output_dir", type=path_argument, help="keep model, checkpoint and engines there")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtllm_replayssm.cli.options import path_argument
 from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine_dir", type=Path, required=True, help="folder written by build")
+    parser.add_argument("--engine_dir", type=path_argument, required=True, help="folder written by build")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--input_text", action="append", help="a prompt; may be given several times")
     prompts.add_argument(
-        "--input_file", type=Path, help='JSONL file with rows {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
+        "--input_file", type=path_argument, help='JSONL file with rows {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
     )
     parser.add_argument("--max_output_len", type=int, default=32, help="most tokens to generate for a prompt")
     sampling = parser.add_argument_group("sampling", "Greedy when none of temperature, top_k and top_p is given.")
@@ -46,15 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
     )
-    speculation.add_argument("--draft_engine_dir", type=Path, help="engine of the draft model, for that mode")
+    speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
     parser.add_argument(
         "--output_file",
-        type=Path,
+        type=path_argument,
         help='JSONL file to write: rows {"output_ids", "text", "finish_reason"} in input order',
     )
     parser.add_argument(
         "--generation_logits_file",
-        type=Path,
+        type=path_argument,
         help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, replay_config
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, path_argument, replay_config
 from trtllm_replayssm.console import bytes_text, count_text, print_line, print_table
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=Path, help="Hugging Face folder or config.json, checkpoint folder, or engine folder"
+        "path", type=path_argument, help="Hugging Face folder or config.json, checkpoint folder, or engine folder"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     stored = parser.add_argument_group("what if", "Without these, what is stored with the model counts.")

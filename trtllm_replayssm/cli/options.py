@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_replayssm.replay import Fold, ReplayConfig
+
+
+def path_argument(text: str) -> Path:
+    """A path of the command line. An empty one is an unset variable of a script, not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path, or . for the current folder")
+    return Path(text)
+
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 

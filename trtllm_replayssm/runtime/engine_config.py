@@ -175,7 +175,7 @@ class EngineConfig:
     def from_dict(cls, data: dict[str, Any], where: str) -> EngineConfig:
         """The config that ``to_dict`` wrote. Raises EngineError for other programs' engines and other versions'."""
         ours = data.get("replayssm")
-        if not isinstance(ours, dict) or "pretrained_config" not in data:
+        if not isinstance(ours, dict) or not isinstance(data.get("pretrained_config"), dict):
             raise EngineError(
                 f"{where} does not describe an engine of trtllm-replayssm", "--engine_dir must be a folder of its build"
             )
