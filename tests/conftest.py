@@ -1,5 +1,11 @@
-"""Tests run on tiny models: one thread a process is fastest, and leaves the other cores to other processes."""
+"""What every test may rely on."""
 
-import os
+from __future__ import annotations
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as COLUMNS says; a parallel test run sets it."""
+    monkeypatch.delenv("COLUMNS", raising=False)

@@ -82,7 +82,8 @@ def test_process_reports_a_user_error_in_two_lines(tmp_path: Path) -> None:
 def test_ended_in_the_middle_leaves_nothing_half_written(end: signal.Signals, tmp_path: Path) -> None:
     """The command stops itself once its output folder has begun, as a job scheduler would stop it."""
     script = f"""
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's child is to be ended, too
 from trtllm_replayssm.builders.staging import staged_folder
 from trtllm_replayssm.cli import doctor, main
 from pathlib import Path
