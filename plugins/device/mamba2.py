@@ -21,7 +21,7 @@ MOST_ENTRIES = {128: 64, 256: 48}
 #: Entries of a piece of mamba2_prefill.
 PIECE = 16
 #: Warps a device should be given before a block takes more than one head.
-WARPS_WANTED = 4096
+WARPS_WANTED = 8192
 
 
 def launch_record(
