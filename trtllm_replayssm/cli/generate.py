@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
     )
     speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
+    parser.add_argument(
+        "--prefix_cache_gib",
+        type=float,
+        default=0,
+        help="memory for what prompts begin with in common, which is then computed once; by default none",
+    )
     parser.add_argument(
         "--output_file",
         type=path_argument,
@@ -98,6 +105,8 @@ def generate(args: argparse.Namespace) -> int:
 
     if args.max_output_len < 1 or args.random_seed < 0:
         raise UserError("--max_output_len must be 1 or more, and --random_seed 0 or more")
+    if not 0 <= args.prefix_cache_gib < math.inf:
+        raise UserError(f"--prefix_cache_gib is {args.prefix_cache_gib}", "give a number of GiB, or 0 for no cache")
     params = SamplingParams(
         max_tokens=args.max_output_len,
         temperature=args.temperature,
@@ -110,7 +119,13 @@ def generate(args: argparse.Namespace) -> int:
     )
     speculation = speculation_options(args)
     prompts = args.input_text or read_rows(args.input_file)
-    llm = LLM(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl, speculation=speculation)
+    llm = LLM(
+        args.engine_dir,
+        device=args.device,
+        plugin_impl=args.plugin_impl,
+        speculation=speculation,
+        prefix_cache_bytes=round(args.prefix_cache_gib * 2**30),
+    )
     reports = llm.engine.rank == 0
     streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1
     start = time.perf_counter()
@@ -128,6 +143,9 @@ def generate(args: argparse.Namespace) -> int:
     LOGGER.info("%d tokens of %d request(s) in %.2f s: %.1f tokens/s", tokens, len(outputs), seconds, tokens / seconds)
     if speculation is not None:
         report_speculation(llm.scheduler.statistics)
+    if (cache := llm.scheduler.prefix_cache) is not None:
+        found = cache.statistics
+        LOGGER.info("%d of %d prompt tokens came from the prefix cache", found.hits, found.queries)
     return 0
 
 

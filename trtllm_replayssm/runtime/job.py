@@ -22,6 +22,7 @@ class Job:
     """A request in the scheduler's hands.
 
     prefilled: prompt tokens that its slot holds. admitted: order of admission. since: tokens it had when it was admitted.
+    wanted: prefixes of the prompt that the prefix cache would like to keep, in tokens.
     """
 
     def __init__(self, request: Request, max_draft_len: int) -> None:
@@ -29,6 +30,7 @@ class Job:
         self.draft_length = DraftLength(max_draft_len) if max_draft_len else None
         self.prefilled = self.admitted = self.since = 0
         self.saved: Saved | None = None
+        self.wanted: frozenset[int] = frozenset()
 
     @property
     def prefilling(self) -> bool:

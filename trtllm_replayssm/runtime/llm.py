@@ -13,6 +13,7 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine import Engine, PluginImpl
 from trtllm_replayssm.runtime.generation import OnText, generate
 from trtllm_replayssm.runtime.outputs import RequestOutput
+from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.ranks import lost_ranks
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import SamplingParams
@@ -41,14 +42,20 @@ class LLM:
         device: str | torch.device | None = None,
         plugin_impl: PluginImpl = "auto",
         speculation: SpeculationOptions | None = None,
+        prefix_cache_bytes: int = 0,
+        time_slice: int | None = None,
     ) -> None:
-        """See Engine.load for the arguments and errors, SpeculationOptions for speculative decoding."""
+        """See Engine.load for the arguments and errors, SpeculationOptions for speculative decoding.
+
+        prefix_cache_bytes: memory for what prompts begin with in common (PrefixCache); 0 for none. time_slice: see Scheduler.
+        """
         self.engine = Engine.load(engine_dir, device=device, plugin_impl=plugin_impl)
         self.session = Session(self.engine)
         drafter, longest = (
             (speculation.drafter(self.session), speculation.max_draft_len) if speculation else (None, None)
         )
-        self.scheduler = Scheduler(self.session, drafter, longest)
+        prefix_cache = PrefixCache(self.session, prefix_cache_bytes) if prefix_cache_bytes else None
+        self.scheduler = Scheduler(self.session, drafter, longest, time_slice, prefix_cache)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -79,7 +86,9 @@ class LLM:
         with lost_ranks(self.engine.config.world_size):
             generate(self.scheduler, requests, on_text)
         outputs = [
-            RequestOutput(request.request_id, text, request.prompt, [request.output()])
+            RequestOutput(
+                request.request_id, text, request.prompt, [request.output()], cached_tokens=request.cached_tokens
+            )
             for request, (text, _) in zip(requests, given)
         ]
         return outputs[0] if single else outputs

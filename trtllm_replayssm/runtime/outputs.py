@@ -42,13 +42,18 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one prompt. request_id: its place among the prompts. prompt: None when it was given as ids."""
+    """The answer to one prompt.
+
+    request_id: its place among the prompts. prompt: None when it was given as ids. cached_tokens: prompt tokens that came from
+    the prefix cache.
+    """
 
     request_id: RequestId
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

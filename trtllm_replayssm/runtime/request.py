@@ -25,6 +25,7 @@ class Request:
 
     limit: tokens to generate. stream: decodes them; None without a tokenizer. history: prompt and tokens. text: what is
     certain so far; its first ``sent`` characters were handed out, the rest may be the beginning of a stop string.
+    cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Request:
         self.logits: list[Tensor] = []
         self.logprobs: list[dict[int, Logprob]] = []
         self.text, self.sent = "", 0
+        self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.statistics = SpeculationStatistics()

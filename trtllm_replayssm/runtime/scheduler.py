@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from trtllm_replayssm.errors import UserError
@@ -25,6 +26,7 @@ from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.agreement import agreed
 from trtllm_replayssm.runtime.job import Job, Saved
 from trtllm_replayssm.runtime.outputs import RequestId, Update
+from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
 from trtllm_replayssm.runtime.rows import Rows
 from trtllm_replayssm.runtime.sampling import mask_padding
@@ -49,13 +51,15 @@ class Scheduler:
         drafter: Drafter | None = None,
         max_draft_len: int | None = None,
         time_slice: int | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         """Slots that were in use are taken over.
 
         drafter, max_draft_len: who drafts, and how many tokens at most; by default what the engine was built for.
         time_slice: tokens after which a request makes room for one that waits, and queues up again; None for never.
+        prefix_cache: of the same session; None to compute every prompt from its first token.
 
-        Raises UserError when the engine cannot verify so many drafts.
+        Raises UserError when the engine cannot verify so many drafts, or for a time slice of no tokens.
         """
         built = session.replay.max_draft_len
         if drafter is not None and not 1 <= (max_draft_len or built) <= built:
@@ -67,7 +71,9 @@ class Scheduler:
             raise UserError(
                 f"max_draft_len is {max_draft_len}; the engine was built for {built} drafts", f"use 1 to {built}"
             )
-        self.session, self.drafter, self.time_slice = session, drafter, time_slice
+        if time_slice is not None and time_slice < 1:
+            raise UserError(f"time_slice is {time_slice}", "use 1 token or more, or None")
+        self.session, self.drafter, self.time_slice, self.prefix_cache = session, drafter, time_slice, prefix_cache
         self.max_draft_len = 0 if drafter is None else max_draft_len or built
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
@@ -188,12 +194,43 @@ class Scheduler:
                 self.session.admit(slot)
                 if self.drafter is not None:
                     self.drafter.admit(slot)
+                self.resume_prefix(slot, job)
             else:
                 self.session.restore(slot, saved.slot)
                 if self.drafter is not None:
                     self.drafter.restore(slot, saved.drafter)
         except Exception as error:
             self.end_all([slot], error)
+
+    def resume_prefix(self, slot: int, job: Job) -> None:
+        """Begin the prompt behind what the prefix cache knows of it."""
+        if self.prefix_cache is None:
+            return
+        prompt = job.request.prompt
+        match = self.prefix_cache.resume(prompt, slot)
+        job.prefilled = job.request.cached_tokens = match.resumed
+        job.wanted = match.wanted
+        if self.drafter is not None and match.hidden is not None:
+            # The token behind the prefix is another one than when the prefix was read.
+            last = match.resumed - 1
+            self.drafter.observe({slot: Kept(last, match.hidden[None], [prompt[match.resumed]])})
+
+    def keep_prefixes(self, slots: Iterable[int], first: int, pieces: Mapping[int, list[int]]) -> None:
+        """Give the prefix cache what it wants of the prompts that still run."""
+        if self.prefix_cache is None:
+            return
+        for slot in slots:
+            job = self.running.get(slot)
+            if job is None or job.prefilled not in job.wanted:
+                continue
+            hidden = self.session.hidden[slot - first, len(pieces[slot]) - 1]
+            try:
+                self.prefix_cache.keep(job.request.prompt, job.prefilled, slot, hidden)
+            except torch.OutOfMemoryError as error:
+                if self.session.engine.group is not None:
+                    raise
+                log.warning("the prefix cache is emptied, because the device has no memory left: %s", error)
+                self.prefix_cache.clear()
 
     def prefill(self, slots: list[int]) -> None:
         """The next chunk of these prompts; a prompt's last chunk gives its first token."""
@@ -211,6 +248,7 @@ class Scheduler:
             prompt, end = self.running[slot].request.prompt, self.running[slot].prefilled
             following[slot] = prompt[starts[slot] + 1 : end + 1] + tokens.get(slot, [])
         self.finish_step(tokens, logits, first, following, starts)
+        self.keep_prefixes(slots, first, pieces)
 
     def decode(self, slots: list[int]) -> None:
         """One token, or one verification of drafts, for requests that are through their prompt."""
