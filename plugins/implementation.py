@@ -25,6 +25,7 @@ class Implementation:
     mamba2: Callable[..., Tensor]
     gated_delta: Callable[..., Tensor]
     kda: Callable[..., Tensor]
+    materialise: Callable[..., None]
 
 
 def implementation(choice: PluginImpl, device: torch.device) -> Implementation:
@@ -41,17 +42,29 @@ def implementation(choice: PluginImpl, device: torch.device) -> Implementation:
 
 @lru_cache
 def reference() -> Implementation:
-    from trtllm_replayssm.plugins.reference import advance, conv, delta_rule, mamba2
+    from trtllm_replayssm.plugins.reference import advance, conv, delta_rule, mamba2, materialise
 
     return Implementation(
-        "reference", advance.advance, conv.causal_conv, mamba2.mamba2, delta_rule.gated_delta, delta_rule.kda
+        "reference",
+        advance.advance,
+        conv.causal_conv,
+        mamba2.mamba2,
+        delta_rule.gated_delta,
+        delta_rule.kda,
+        materialise.materialise,
     )
 
 
 @lru_cache
 def cuda() -> Implementation:
-    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2
+    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
 
     return Implementation(
-        "cuda", advance.advance, causal_conv.causal_conv, mamba2.mamba2, gated_delta.gated_delta, kda.kda
+        "cuda",
+        advance.advance,
+        causal_conv.causal_conv,
+        mamba2.mamba2,
+        gated_delta.gated_delta,
+        kda.kda,
+        materialise.materialise,
     )

@@ -57,6 +57,10 @@ def report(kernel: Kernel, arch: str) -> KernelReport:
 
 def released_kernels() -> list[Kernel]:
     """The variants of every plugin that are checked ahead of time."""
-    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2
+    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
 
-    return [kernel for module in (advance, causal_conv, mamba2, gated_delta, kda) for kernel in module.variants()]
+    return [
+        kernel
+        for module in (advance, causal_conv, mamba2, gated_delta, kda, materialise)
+        for kernel in module.variants()
+    ]

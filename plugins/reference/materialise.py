@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.materialise import check_prefix
 from trtllm_replayssm.plugins.reference.replay import Recurrence, replay_history
 
 
@@ -16,10 +17,7 @@ def materialise(
     folded: tokens in the source's checkpoint; ``folded <= prefix_len <= committed``.
     Raises ValueError when the slots are the same or the prefix is already folded away.
     """
-    if source == destination:
-        raise ValueError("materialise needs two different slots")
-    if prefix_len < folded:
-        raise ValueError(f"the checkpoint of slot {source} already holds {folded} tokens, more than {prefix_len}")
+    check_prefix(source, destination, folded, prefix_len)
     state = pools["state"]
     slots, start, until = (torch.tensor([value], device=state.device) for value in (source, folded, prefix_len))
     state[destination] = replay_history(recurrence, pools, slots, start, until)[0].to(state.dtype)

@@ -18,7 +18,6 @@ from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
-from trtllm_replayssm.plugins.reference.materialise import materialise
 from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.slot_state import SlotCursors, SlotState, layer_pools, recurrences
@@ -255,7 +254,8 @@ class Session:
                 f"slot {source} cannot give its first {prefix_len} tokens; {earliest} to {cursors.committed} are possible"
             )
         for name, recurrence in recurrences(self.engine.decoder, self.engine.weights, self.pools, self.replay).items():
-            materialise(recurrence, layer_pools(self.pools, name), source, destination, cursors.folded, prefix_len)
+            pools = layer_pools(self.pools, name)
+            self.engine.plugins.materialise(recurrence, pools, source, destination, cursors.folded, prefix_len)
         for name, pool in self.pools.items():
             kind = self.layout[name].kind
             if kind == "kv":
