@@ -47,6 +47,8 @@ class Session:
         self.pending = torch.zeros(self.slots, dtype=torch.int32)
         self.absorbed = torch.zeros(self.slots, dtype=torch.bool)
         self.written = torch.zeros(self.slots, dtype=torch.int32)
+        #: How often a slot's checkpoint was rewritten, prefill included.
+        self.rewrites = 0
         #: What the head read in the last step, ``[rows, T, hidden_size]``; it feeds an MTP head.
         self.hidden: Tensor = torch.empty(0)
 
@@ -86,6 +88,7 @@ class Session:
         self.pending[here] = torch.where(live, given.query_lens, self.pending[here])
         self.absorbed[here] = torch.where(live, plan[:, Step.FOLD_TO] > plan[:, Step.COMMITTED], self.absorbed[here])
         self.written[here] = torch.maximum(self.written[here], ends)
+        self.rewrites += int((live & (plan[:, Step.FOLD_TO] > plan[:, Step.FOLDED])).sum())
 
         device = self.engine.device
         on_device = [t.to(device) for t in (slot_ids, given.query_lens, given.modes)]
