@@ -75,7 +75,7 @@ class CheckpointConfig:
     def to_dict(self) -> dict[str, Any]:
         """config.json: TensorRT-LLM's usual keys, and everything of ours under ``replayssm``."""
         decoder = self.decoder
-        attention = next((a for a in decoder.layers if isinstance(a, Attention | Mla)), None)
+        attention = next((a for _, a in decoder.named_parts() if isinstance(a, Attention | Mla)), None)
         return {
             "architecture": ARCHITECTURE,
             "dtype": self.dtype,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtllm_replayssm.builders.layers import attention, gated_delta, kda, mamba2, mla, mlp, moe  # noqa: F401  (kinds)
+from trtllm_replayssm.builders.layers import attention, gated_delta, kda, mamba2, mla, mlp, moe, side_by_side  # noqa: F401  (kinds)
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions, layer_from_dict, to_dict
 from trtllm_replayssm.builders.parallel import Parameter, Segment
 from trtllm_replayssm.network.base import Network, Tensor
@@ -30,7 +30,8 @@ class HybridDecoder:
 
     vocab_size: rows of the embedding. hidden_size: width D. norm_epsilon, norm_zero_centred: of every branch's input norm
     and the final norm. tie_embeddings: the head is the embedding. residual_float32: the residual stream is float32.
-    layers: residual branches in order; a transformer block is two of them.
+    layers: residual branches in order; a transformer block is two of them. embedding_scale, logits_scale: factors of both
+    ends.
     """
 
     vocab_size: int
@@ -41,6 +42,8 @@ class HybridDecoder:
     tie_embeddings: bool = False
     residual_float32: bool = False
     mtp: Mtp | None = None
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -92,6 +95,11 @@ class HybridDecoder:
         for i, layer in enumerate(() if self.mtp is None else self.mtp.layers):
             yield f"mtp.layers.{i}.{layer.kind}", layer
 
+    def named_parts(self) -> Iterator[tuple[str, Layer]]:
+        """Like named_layers, with the layers inside of branches that join several."""
+        for name, layer in self.named_layers():
+            yield from layer.parts(name)
+
     def pools(self, options: StateOptions) -> dict[str, Pool]:
         """Every state tensor that a step of one rank needs (call on a divided decoder), by name."""
         return layer_pools(self.named_layers(), options)
@@ -119,7 +127,7 @@ class HybridDecoder:
         """Logits float32 ``[rows, T or 1, vocab_size]`` from the output of a final norm ``[rows, T, hidden_size]``."""
         x = net.select_last(hidden) if last_only else hidden
         logits = net.all_gather(net.linear(x, net.weight(self.head_name(net))))
-        return net.cast(net.slice_last(logits, self.vocab_size), "float32")
+        return net.scale(net.cast(net.slice_last(logits, self.vocab_size), "float32"), self.logits_scale)
 
     def predicted(self, net: Network, token_ids: Tensor, hidden: Tensor, replay: ReplayConfig) -> Tensor:
         """The MTP head's own ``hidden`` at positions p: what tells the token at p + 2, and feeds the head at p + 1.
@@ -134,7 +142,8 @@ class HybridDecoder:
         return net.cast(self.normed(net, "mtp.ln_f.weight", x), "activation")
 
     def embedding(self, net: Network, token_ids: Tensor) -> Tensor:
-        return net.embedding(token_ids, net.weight("transformer.vocab_embedding.weight"))
+        table = net.weight("transformer.vocab_embedding.weight")
+        return net.scale(net.embedding(token_ids, table), self.embedding_scale)
 
     def residual(self, net: Network, x: Tensor) -> Tensor:
         """``x`` in the dtype of the residual stream."""
@@ -143,8 +152,10 @@ class HybridDecoder:
     def through(self, net: Network, layers: Iterable[tuple[str, Layer]], x: Tensor, replay: ReplayConfig) -> Tensor:
         """The residual stream after these branches."""
         for name, layer in layers:
-            normed = self.normed(net, name.rpartition(".")[0] + ".norm.weight", x)
-            x = net.add(x, net.cast_like(layer.forward(net, name, net.cast(normed, "activation"), replay), x))
+            norm = name.rpartition(".")[0] + ".norm.weight"
+            y = x if layer.norm_after else self.normed(net, norm, x)
+            y = layer.scaled(net, name, net.cast(y, "activation"), replay)
+            x = net.add(x, net.cast_like(self.normed(net, norm, y) if layer.norm_after else y, x))
         return x
 
     def normed(self, net: Network, weight: str, x: Tensor) -> Tensor:
@@ -164,6 +175,8 @@ class HybridDecoder:
             "norm_zero_centred": self.norm_zero_centred,
             "tie_embeddings": self.tie_embeddings,
             "residual_float32": self.residual_float32,
+            "embedding_scale": self.embedding_scale,
+            "logits_scale": self.logits_scale,
             "layers": [to_dict(layer) for layer in self.layers],
         }
         return data | {"mtp": None if self.mtp is None else [to_dict(layer) for layer in self.mtp.layers]}

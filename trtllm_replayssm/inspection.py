@@ -17,6 +17,7 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.plugins.pools import Pool
@@ -237,6 +238,7 @@ def describe_attention(layer: Any) -> tuple[str, ...]:
         f"{layer.num_heads}/{layer.num_kv_heads} heads x {layer.head_dim}",
         f"rope {layer.rope.dim}" if layer.rope else "no rope",
         "gated" if layer.output_gate else "",
+        f"window {layer.window}" if layer.window else "",
     )
 
 
@@ -260,6 +262,7 @@ DESCRIPTIONS: dict[type[Layer], Any] = {
         f"{m.num_heads} heads x {m.head_dim}, conv {m.conv_kernel},",
         "softplus gate" if m.lower_bound is None else f"gate above {m.lower_bound:g}",
     ),
+    SideBySide: lambda s: (" + ".join(f"{layer.kind} {describe(layer)}" for layer in s.layers),),
     Attention: describe_attention,
     Mla: describe_mla,
     Mlp: describe_mlp,

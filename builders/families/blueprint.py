@@ -58,6 +58,8 @@ class Blueprint:
     tie_embeddings: bool = False
     norm_zero_centred: bool = False
     residual_float32: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     mtp: MtpBlueprint | None = None
     #: Beginnings of tensor names that are left out on purpose, with the reason.
     dropped: dict[str, str] = field(default_factory=dict)
@@ -83,7 +85,8 @@ class BlueprintFamily(Family):
 
     def check_layers(self) -> None:
         """Raises CheckpointError for head, group and expert counts that no tensor shape would contradict."""
-        for layer in dict.fromkeys(branch.layer for branch in self.blueprint.branches):
+        parts = (part for branch in self.blueprint.branches for _, part in branch.layer.parts(""))
+        for layer in dict.fromkeys(parts):
             if layer.kind in MULTIPLES:
                 many, few = ((field, getattr(layer, field)) for field in MULTIPLES[layer.kind])
                 if many[1] % few[1]:
@@ -107,6 +110,8 @@ class BlueprintFamily(Family):
             norm_zero_centred=b.norm_zero_centred,
             tie_embeddings=b.tie_embeddings,
             residual_float32=b.residual_float32,
+            embedding_scale=b.embedding_scale,
+            logits_scale=b.logits_scale,
             mtp=None if b.mtp is None else Mtp(tuple(branch.layer for branch in b.mtp.branches)),
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,11 +38,19 @@ class StateOptions:
         return torch.float16 if derived and self.activation.itemsize == 2 else self.activation
 
 
+@dataclass(frozen=True)
 class Layer(ABC):
-    """One residual branch: ``x + layer(norm(x))``."""
+    """One residual branch: ``x + output_scale * layer(input_scale * norm(x))``.
+
+    norm_after: the norm stands behind the layer, ``x + norm(output_scale * layer(input_scale * x))``.
+    """
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, type[Layer]]] = {}
+
+    norm_after: bool = field(default=False, kw_only=True)
+    input_scale: float = field(default=1.0, kw_only=True)
+    output_scale: float = field(default=1.0, kw_only=True)
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:
@@ -63,8 +72,16 @@ class Layer(ABC):
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         """The branch's output ``[rows, T, hidden]``, summed over the ranks.
 
-        name: prefix of the layer's weights and pools. x: normed input ``[rows, T, hidden]``.
+        name: prefix of the layer's weights and pools. x: input of the branch ``[rows, T, hidden]``.
         """
+
+    def scaled(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        """``forward`` between the branch's scales."""
+        return net.scale(self.forward(net, name, net.scale(x, self.input_scale), replay), self.output_scale)
+
+    def parts(self, name: str) -> Iterator[tuple[str, Layer]]:
+        """The layers that hold weights and state, with their prefixes: the layer itself, unless it joins others."""
+        yield name, self
 
 
 def to_dict(data: Any) -> Any:
@@ -86,6 +103,8 @@ def layer_from_dict(data: dict[str, Any]) -> Layer:
 
 def value_from_json(value: Any) -> Any:
     """A field of a layer: nested layers carry their kind, the only other nested part is Rope."""
+    if isinstance(value, list):
+        return tuple(value_from_json(item) for item in value)
     if isinstance(value, dict):
         return layer_from_dict(value) if "kind" in value else Rope(**value)
     return float(value) if value in ("inf", "-inf") else value

@@ -16,7 +16,8 @@ from trtllm_replayssm.replay import ReplayConfig
 class Mamba2(Recurrent):
     """num_heads H of head_dim P, n_groups G of state_size N; convolution over H*P + 2*G*N channels.
 
-    dt_min, dt_max: limits of the time step. norm_epsilon: of the gated RMSNorm, which works on each group apart.
+    dt_min, dt_max: limits of the time step. norm_epsilon: of the gated RMSNorm, which works on each group apart; None where
+    the gate is not followed by a norm. scales: factors of the projections z, x, B, C and dt; none where they are all 1.
     """
 
     kind = "mamba2"
@@ -27,11 +28,18 @@ class Mamba2(Recurrent):
     state_size: int
     n_groups: int
     conv_kernel: int
-    norm_epsilon: float
+    norm_epsilon: float | None
     conv_bias: bool = True
     proj_bias: bool = False
     dt_min: float = 0.0
     dt_max: float = math.inf
+    scales: tuple[float, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Channels of z, x, B, C and dt."""
+        bc = self.n_groups * self.state_size
+        return self.inner_size, self.inner_size, bc, bc, self.num_heads
 
     @property
     def inner_size(self) -> int:
@@ -53,9 +61,10 @@ class Mamba2(Recurrent):
             "A_log": per_head,
             "D": per_head,
             "dt_bias": per_head,
-            "norm.weight": Parameter((self.inner_size,), 0, (inner,)),
             "out_proj.weight": row(hidden_size, self.inner_size, self.num_heads),
         }
+        if self.norm_epsilon is not None:
+            parameters["norm.weight"] = Parameter((self.inner_size,), 0, (inner,))
         if self.conv_bias:
             parameters["conv1d.bias"] = Parameter((self.conv_channels,), 0, conv, nonzero=False)
         if self.proj_bias:
@@ -83,11 +92,15 @@ class Mamba2(Recurrent):
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         bias = net.weight(f"{name}.in_proj.bias") if self.proj_bias else None
         projected = net.linear(x, net.weight(f"{name}.in_proj.weight"), bias)
+        if self.scales:
+            parts = net.split(projected, self.sizes)
+            projected = net.concat(tuple(net.scale(part, factor) for part, factor in zip(parts, self.scales)))
         gate, xbc, dt = net.split(projected, (self.inner_size, self.conv_channels, self.num_heads))
         xbc = self.convolved(net, name, xbc, replay, self.conv_bias)
         A_log, dt_bias, D = (net.weight(f"{name}.{w}") for w in ("A_log", "dt_bias", "D"))
         y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, self.state(net, name))
         y = net.multiply(y, net.activation(gate, "silu"))
-        y = net.rms_norm(y, net.weight(f"{name}.norm.weight"), self.norm_epsilon, groups=self.n_groups)
+        if self.norm_epsilon is not None:
+            y = net.rms_norm(y, net.weight(f"{name}.norm.weight"), self.norm_epsilon, groups=self.n_groups)
         y = net.all_reduce(net.linear(y, net.weight(f"{name}.out_proj.weight")))
         return net.add_bias(y, net.weight(f"{name}.out_proj.bias")) if self.proj_bias else y

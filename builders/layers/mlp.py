@@ -18,7 +18,7 @@ MlpActivation = Literal["swiglu", "relu2"]
 class Mlp(Layer):
     """swiglu: ``down(silu(gate(x)) * up(x))``, the rows of ``up`` being gate, then up; relu2: ``down(relu(up(x))^2)``.
 
-    limit L clamps the factors as in Ling 3.0: ``min(silu(gate), L) * clamp(up, -L, L)``.
+    limit L clamps the factors as in Ling 3.0: ``min(silu(gate), L) * clamp(up, -L, L)``. gate_scale: of gate(x).
     """
 
     kind = "mlp"
@@ -27,6 +27,7 @@ class Mlp(Layer):
     activation: MlpActivation
     limit: float | None = None
     bias: bool = False
+    gate_scale: float = 1.0
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         part = Segment(self.intermediate_size, self.intermediate_size)
@@ -51,7 +52,7 @@ class Mlp(Layer):
             hidden = net.activation(hidden, "relu2")
         else:
             gate, up = net.split(hidden, (self.intermediate_size, self.intermediate_size))
-            gate = net.activation(gate, "silu")
+            gate = net.activation(net.scale(gate, self.gate_scale), "silu")
             if self.limit is not None:
                 gate, up = net.clamp(gate, -math.inf, self.limit), net.clamp(up, -self.limit, self.limit)
             hidden = net.multiply(gate, up)

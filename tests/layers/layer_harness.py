@@ -17,6 +17,7 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
@@ -44,23 +45,32 @@ PLAN = [
 LAYERS: dict[str, Layer] = {
     "mamba2": Mamba2(8, 4, 6, 4, 4, 1e-5, conv_bias=True, proj_bias=True, dt_min=0.01, dt_max=1.5),
     "mamba2_plain": Mamba2(8, 4, 6, 4, 3, 1e-5, conv_bias=False),
+    "mamba2_scaled": Mamba2(8, 4, 6, 4, 4, None, proj_bias=True, scales=(1.35, 0.8, 1.2, 0.7, 1.4)),
     "gated_delta": GatedDelta(4, 8, 6, 5, 4, 1e-6),
     "gated_delta_negative": GatedDelta(4, 4, 6, 5, 4, 1e-6, beta_scale=2.0, gate="sigmoid"),
     "kda": Kda(4, 6, 4, 1e-6),
     "kda_bounded_low_rank": Kda(4, 6, 4, 1e-6, -5.0, 3, conv_float32=True),
     "attention": Attention(8, 2, 8, 8**-0.5),
     "attention_gated": Attention(8, 4, 8, 0.3, Rope(4, 1e4), 1e-6, True, True, bias=True),
+    "attention_window": Attention(8, 2, 8, 0.3, Rope(8, 1e4), window=5),
+    "attention_joint_norm": Attention(8, 4, 8, 0.3, Rope(8, 1e4), 1e-3, qk_norm_joint=True),
     "mla": Mla(4, 12, 6, 4, 5, 1e-6),
     "mla_rope": Mla(4, 12, 6, 4, 5, 1e-6, 10, 1e-5, Rope(4, 1e4, True), "head"),
     "mla_gated": Mla(4, 12, 6, 4, 5, 1e-6, gate="element"),
     "mlp": Mlp(16, "swiglu"),
     "mlp_limit": Mlp(16, "swiglu", limit=0.1),
     "mlp_relu2": Mlp(16, "relu2", bias=True),
+    "mlp_scaled": Mlp(16, "swiglu", gate_scale=0.6),
     "moe_softmax": Moe(8, 3, 8, "swiglu", "softmax", shared=Mlp(8, "swiglu"), shared_gate=True),
     "moe_groups": Moe(
         8, 3, 8, "swiglu", "sigmoid", routed_scale=2.5, n_group=4, topk_group=2, limit=0.1, shared=Mlp(12, "swiglu", 0.1)
     ),
     "moe_latent": Moe(8, 2, 8, "relu2", "sigmoid", normalise=False, latent_size=10, shared=Mlp(8, "relu2")),
+    "side_by_side": SideBySide((
+        Mamba2(8, 4, 6, 4, 4, None, input_scale=1.25, output_scale=0.6),
+        Attention(8, 4, 8, 0.3, input_scale=0.7, output_scale=1.4),
+        Mlp(8, "swiglu", output_scale=0.5),
+    )),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.network.base import Rope
 
 Weights = dict[str, Tensor]
@@ -39,6 +40,8 @@ def rms(x: Tensor, epsilon: float) -> Tensor:
 def mamba2(layer: Mamba2, w: Weights, x: Tensor) -> Tensor:
     inner, bc = layer.num_heads * layer.head_dim, layer.n_groups * layer.state_size
     projected = x @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
+    sizes = torch.tensor([inner, inner, bc, bc, layer.num_heads])
+    projected = projected * torch.tensor(layer.scales or [1.0] * 5, dtype=x.dtype).repeat_interleave(sizes)
     z, xbc, dt = projected[:, :inner], projected[:, inner : 2 * inner + 2 * bc], projected[:, 2 * inner + 2 * bc :]
     xbc = oracle.conv(xbc, w["conv1d.weight"], w.get("conv1d.bias"))
     y, _ = oracle.mamba2(
@@ -48,8 +51,10 @@ def mamba2(layer: Mamba2, w: Weights, x: Tensor) -> Tensor:
         dt.numpy(), *(w[name].numpy() for name in ("A_log", "dt_bias", "D")), (layer.dt_min, layer.dt_max),
     )  # fmt: skip
     gated = torch.from_numpy(y).flatten(1) * F.silu(z)
-    normed = torch.cat([rms(group, layer.norm_epsilon) for group in gated.chunk(layer.n_groups, -1)], -1)
-    return (normed * w["norm.weight"]) @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
+    if layer.norm_epsilon is not None:
+        gated = torch.cat([rms(group, layer.norm_epsilon) for group in gated.chunk(layer.n_groups, -1)], -1)
+        gated = gated * w["norm.weight"]
+    return gated @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
 
 
 def gated_delta(layer: GatedDelta, w: Weights, x: Tensor) -> Tensor:
@@ -101,11 +106,13 @@ def rotated(x: Tensor, rope: Rope | None) -> Tensor:
     return torch.cat(((pairs if rope.interleaved else pairs.transpose(-1, -2)).flatten(-2), rest), -1)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
     """q ``[T, H, D]``, k and v ``[T, Hkv, D]``; ``[T, H * Dv]``."""
+    behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    seen = (behind >= 0) & (behind < (window or len(q)))
     share = q.shape[1] // k.shape[1]
     heads = (x.transpose(0, 1) for x in (q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)))
-    return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale).transpose(0, 1).flatten(1)
+    return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale).transpose(0, 1).flatten(1)
 
 
 def attention(layer: Attention, w: Weights, x: Tensor) -> Tensor:
@@ -116,8 +123,12 @@ def attention(layer: Attention, w: Weights, x: Tensor) -> Tensor:
     q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in (projected[:, :q_width], k, v))
     if layer.qk_norm_epsilon is not None:
         centre = 1 if layer.qk_norm_zero_centred else 0
-        q, k = (rms(y, layer.qk_norm_epsilon) * (centre + w[f"{n}_norm.weight"]) for y, n in ((q, "q"), (k, "k")))
-    out = causal(rotated(q, layer.rope), rotated(k, layer.rope), v, layer.scale)
+        for_norm = (lambda y: y.flatten(1)) if layer.qk_norm_joint else (lambda y: y)
+        q, k = (
+            (rms(for_norm(y), layer.qk_norm_epsilon) * (centre + w[f"{n}_norm.weight"])).reshape(y.shape)
+            for y, n in ((q, "q"), (k, "k"))
+        )
+    out = causal(rotated(q, layer.rope), rotated(k, layer.rope), v, layer.scale, layer.window)
     return (out if gate is None else out * gate.sigmoid()) @ w["dense.weight"].T + w.get("dense.bias", 0)
 
 
@@ -142,7 +153,11 @@ def mla(layer: Mla, w: Weights, x: Tensor) -> Tensor:
 
 
 def mlp(layer: Mlp, w: Weights, x: Tensor) -> Tensor:
-    hidden = feed_forward(x @ w["up.weight"].T + w.get("up.bias", 0), layer.activation, layer.limit)
+    hidden = x @ w["up.weight"].T + w.get("up.bias", 0)
+    if layer.gate_scale != 1:
+        gate, up = hidden.chunk(2, -1)
+        hidden = torch.cat((layer.gate_scale * gate, up), -1)
+    hidden = feed_forward(hidden, layer.activation, layer.limit)
     return hidden @ w["down.weight"].T + w.get("down.bias", 0)
 
 
@@ -183,8 +198,17 @@ def moe(layer: Moe, w: Weights, x: Tensor) -> Tensor:
     return out
 
 
+def side_by_side(layer: SideBySide, w: Weights, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for part in layer.layers:
+        weights = {n.removeprefix(f"{part.kind}."): v for n, v in w.items() if n.startswith(f"{part.kind}.")}
+        total += part.output_scale * FORMULAS[part.kind](part, weights, part.input_scale * x)
+    return total
+
+
 FORMULAS: dict[str, Callable] = {
     "mamba2": mamba2, "gated_delta": gated_delta, "kda": kda, "attention": attention, "mla": mla, "mlp": mlp, "moe": moe,
+    "side_by_side": side_by_side,
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "MAX": torch.maximum,
     "EQUAL": torch.eq,
     "GREATER": torch.gt,
+    "AND": torch.logical_and,
     "LESS": torch.lt,
     "FLOOR_DIV": lambda a, b: torch.div(a, b, rounding_mode="floor"),
 }

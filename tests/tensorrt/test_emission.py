@@ -20,6 +20,7 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.tensorrt.build import StepSizes
@@ -30,6 +31,7 @@ SHARED = Mlp(24, "swiglu")
 LAYERS: dict[str, Layer] = {
     "mamba2": Mamba2(8, 8, 16, 2, 4, 1e-5),
     "mamba2 with projection biases, without convolution bias": Mamba2(4, 8, 16, 1, 4, 1e-5, False, True, 0.01, 1.0),
+    "mamba2 with scales, without norm": Mamba2(8, 8, 16, 2, 4, None, scales=(1.35, 0.8, 1.2, 0.7, 1.4)),
     "gated delta": GatedDelta(2, 4, 16, 8, 4, 1e-6),
     "gated delta with negative eigenvalues and a sigmoid gate": GatedDelta(2, 2, 8, 16, 4, 1e-6, 2.0, "sigmoid"),
     "kda": Kda(4, 8, 4, 1e-6),
@@ -37,12 +39,20 @@ LAYERS: dict[str, Layer] = {
     "attention": Attention(4, 2, 8, 8**-0.5),
     "attention with everything": Attention(4, 2, 16, 0.3, Rope(8, 1e4), 1e-6, True, True, True),
     "attention with interleaved rope": Attention(4, 1, 8, 0.3, Rope(8, 1e4, True)),
+    "attention in a window": Attention(4, 2, 8, 0.3, Rope(8, 1e4), window=5),
+    "attention with joint norms": Attention(4, 2, 8, 0.3, None, 1e-3, qk_norm_joint=True),
     "mla": Mla(4, 32, 8, 8, 8, 1e-6),
     "mla with everything, gated by head": Mla(4, 32, 8, 8, 16, 1e-6, 12, 1e-5, Rope(8, 1e4, True), "head"),
     "mla gated by element": Mla(2, 32, 8, 8, 8, 1e-6, rope=Rope(8, 1e4), gate="element"),
     "relu2": Mlp(48, "relu2", bias=True),
     "swiglu": Mlp(48, "swiglu"),
     "swiglu with a limit": Mlp(48, "swiglu", limit=0.1),
+    "swiglu behind a norm, with scales": Mlp(
+        48, "swiglu", gate_scale=0.6, norm_after=True, input_scale=1.3, output_scale=0.7
+    ),
+    "mamba2 beside attention": SideBySide(
+        (Mamba2(4, 8, 16, 1, 4, None, input_scale=1.25, output_scale=0.6), Attention(4, 2, 8, 0.3, output_scale=0.7))
+    ),
     "moe by softmax, gated shared expert": Moe(8, 3, 12, "swiglu", "softmax", shared=SHARED, shared_gate=True),
     "moe by sigmoid, in groups, limited": Moe(8, 3, 12, "swiglu", "sigmoid", True, 2.5, 4, 2, 0.05, SHARED),
     "moe in latent space": Moe(8, 4, 12, "relu2", "sigmoid", False, 1.5, latent_size=16),
@@ -86,6 +96,7 @@ def test_layer_equals_torch(kind: str) -> None:
 
 def test_whole_decoder_equals_torch() -> None:
     drive(Emission.of(replace(DECODER, norm_zero_centred=True, tie_embeddings=True)))
+    drive(Emission.of(replace(DECODER, residual_float32=True, embedding_scale=0.7, logits_scale=1.3)))
 
 
 def test_float16_follows_torch() -> None:

@@ -33,6 +33,7 @@ DECODER = HybridDecoder(
     (
         Mamba2(4, 8, 16, 2, 4, 1e-5, proj_bias=True),
         Attention(4, 2, 8, 0.3, output_gate=True, bias=True),
+        Attention(4, 2, 8, 0.3, qk_norm_epsilon=1e-3, qk_norm_joint=True),
         GatedDelta(2, 4, 8, 8, 4, 1e-6),
         Mla(4, 16, 8, 8, 8, 1e-6),
         Mlp(24, "swiglu", bias=True),

@@ -94,18 +94,27 @@ class Network(ABC):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool = False, groups: int = 1
+        self,
+        x: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        zero_centred: bool = False,
+        groups: int = 1,
+        over_ranks: bool = False,
     ) -> Tensor:
         """``x / sqrt(mean(x^2) + epsilon) * w`` over the last axis, in float32; w is ``1 + weight`` if zero_centred.
 
-        The mean is taken in ``groups`` equal parts of the axis; weight spans the axis ``[width]`` or one part.
+        The mean is taken in ``groups`` equal parts of the axis; weight spans the axis ``[width]`` or one part. over_ranks:
+        the axis is divided over the ranks, each of which has an equal part of it; the mean is over all of them.
         """
         width = self.shape(x)[-1]
         self.require("rms_norm", width % groups == 0 and self.shape(weight) == (width,), x=x, weight=weight)
-        return self._rms_norm(x, weight, epsilon, zero_centred, groups)
+        return self._rms_norm(x, weight, epsilon, zero_centred, groups, over_ranks and self.tp_size > 1)
 
     @abstractmethod
-    def _rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int) -> Tensor: ...
+    def _rms_norm(
+        self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+    ) -> Tensor: ...
 
     @abstractmethod
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
@@ -222,8 +231,8 @@ class Network(ABC):
     @abstractmethod
     def _cache_update(self, cache: Tensor, x: Tensor) -> Tensor: ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention over a slot's cache: token i sees positions ``0 ... committed + i``.
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """Causal attention over a slot's cache: token i sees positions ``0 ... committed + i``, of them the last ``window``.
 
         q ``[rows, T, H, D]``, k ``[rows, Hkv, max_seq, D]``, v ``[rows, Hkv, max_seq, Dv]``; query head h reads cache head
         ``h // (H/Hkv)``; softmax in float32. Returns ``[rows, T, H, Dv]``.
@@ -231,10 +240,10 @@ class Network(ABC):
         heads, kv_heads = self.shape(q)[2], self.shape(k)[1]
         fits = heads % kv_heads == 0 and self.shape(q)[3] == self.shape(k)[3] and self.shape(v)[1] == kv_heads
         self.require("attention", fits, q=q, k=k, v=v)
-        return self._attention(q, k, v, scale)
+        return self._attention(q, k, v, scale, window)
 
     @abstractmethod
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 

@@ -69,9 +69,14 @@ class TorchNetwork(Network):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 
-    def _rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int) -> Tensor:
+    def _rms_norm(
+        self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+    ) -> Tensor:
         wide = x.float().unflatten(-1, (groups, -1))
-        normed = (wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()).flatten(-2)
+        mean = wide.square().mean(-1, keepdim=True)
+        if over_ranks:
+            mean = self.all_reduce(mean) / self.tp_size
+        normed = (wide * (mean + epsilon).rsqrt()).flatten(-2)
         return (normed * (1 + weight.float() if zero_centred else weight.float())).to(x.dtype)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
@@ -90,7 +95,7 @@ class TorchNetwork(Network):
         return a / b
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
+        return x if factor == 1 else x * factor
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
@@ -144,10 +149,12 @@ class TorchNetwork(Network):
         cache[rows, :, self.committed[rows] + offsets] = x[rows, offsets].to(cache.dtype)
         return cache
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = k[:, :, : self.kv_len], v[:, :, : self.kv_len]
-        keys = torch.arange(k.shape[2], device=q.device)
-        visible = keys <= self._positions(q.shape[1])[..., None]
+        keys, positions = torch.arange(k.shape[2], device=q.device), self._positions(q.shape[1])[..., None]
+        visible = keys <= positions
+        if window is not None:
+            visible &= keys > positions - window
         # What lies behind the live positions may be anything, also NaN: select, never multiply by zero.
         written = self.live[:, None] & (keys < (self.committed + self.query_len)[:, None])
         v = torch.where(written[:, None, :, None], v, torch.zeros((), dtype=v.dtype, device=v.device))

@@ -52,7 +52,7 @@ def recurrences(
 ) -> dict[str, Recurrence]:
     """The recurrence of every recurrent layer by the prefix of its pools, ready to replay a ring."""
     found: dict[str, Recurrence] = {}
-    for name, layer in decoder.named_layers():
+    for name, layer in decoder.named_parts():
         if isinstance(layer, Mamba2):
             dtype = compute_dtype(pools[f"{name}.state"])
             found[name] = Mamba2Recurrence(weights[f"{name}.A_log"].to(dtype), weights[f"{name}.D"].to(dtype))

@@ -33,6 +33,7 @@ class StepPositions:
     def __init__(self, emitter: Emitter, step: Tensor, tokens: Tensor, cache_rows: int) -> None:
         self.emitter, self.step, self.token_ids, self.cache_rows = emitter, step, tokens, cache_rows
         self._rotations: dict[Rope, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[int, Tensor] = {}
 
     def column(self, column: Step) -> Tensor:
         """One word of every row's info, ``[rows, 1]``."""
@@ -55,11 +56,27 @@ class StepPositions:
         return e.binary("MIN", e.binary("SUM", self.committed, offsets), e.number(self.cache_rows - 1, torch.int32, 2))
 
     @step_wide
-    def visible(self) -> Tensor:
-        """Which cache rows a token sees: bool ``[rows, 1, T, cache_rows]``, ``key <= committed + i``."""
+    def causal(self) -> Tensor:
+        """Cache rows that a token may see: bool ``[rows, 1, T, cache_rows]``, ``key <= committed + i``."""
         e = self.emitter
         beyond = e.binary("GREATER", e.arange(self.cache_rows, 4), e.reshape(self.positions, (0, 1, -1, 1)))
         return e.unary("NOT", beyond)
+
+    def visible(self, window: int | None) -> Tensor:
+        """Cache rows that a token sees: of those that it may see, the last ``window``."""
+        if window is None:
+            return self.causal
+        if window not in self._windows:
+            with self.emitter.scoped("step"):
+                self._windows[window] = self.within(window)
+        return self._windows[window]
+
+    def within(self, window: int) -> Tensor:
+        """``committed + i - window < key <= committed + i``."""
+        e = self.emitter
+        first = e.binary("SUB", e.reshape(self.positions, (0, 1, -1, 1)), e.number(window, torch.int32, 4))
+        recent = e.binary("GREATER", e.arange(self.cache_rows, 4), first)
+        return e.binary("AND", self.causal, recent)
 
     @step_wide
     def lengths(self) -> Tensor:
@@ -136,16 +153,18 @@ def update_cache(e: Emitter, where: StepPositions, cache: Tensor, x: Tensor) -> 
     return e.scatter_nd(cache, index, x)
 
 
-def attend(e: Emitter, where: StepPositions, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attend(
+    e: Emitter, where: StepPositions, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+) -> Tensor:
     """``Network.attention``. Cache rows beyond a token's position weigh zero; they must hold finite numbers."""
     query = e.transpose(e.binary("PROD", q, e.scalar(scale, q)), (0, 2, 1, 3))
     fused = q.shape[3] == v.shape[3]
-    out = fused_attention(e, where, query, k, v) if fused else plain_attention(e, where, query, k, v)
-    return e.transpose(out, (0, 2, 1, 3))
+    attention = fused_attention if fused else plain_attention
+    return e.transpose(attention(e, where, query, k, v, where.visible(window)), (0, 2, 1, 3))
 
 
-def fused_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask, lengths = where.visible, where.lengths if e.tensorrt.features.attention_lengths else None
+def fused_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    lengths = where.lengths if e.tensorrt.features.attention_lengths else None
     layer = e.named(e.tensorrt.add_attention(e.network, query, k, v), "attention", query, k, v)
     layer.mask = mask
     layer.decomposable = True
@@ -154,7 +173,7 @@ def fused_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, 
     return layer.get_output(0)
 
 
-def plain_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """For values of another width than keys (latent attention), which the attention layer does not take."""
     heads, kv_heads, width, rows = query.shape[1], k.shape[1], v.shape[3], k.shape[2]
     group = heads // kv_heads
@@ -162,7 +181,7 @@ def plain_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, 
     grouped = e.reshape(query, (0, kv_heads, -1, query.shape[3]))
     scores = e.cast(e.matmul(grouped, k, transpose_b=True), torch.float32)
     scores = e.reshape(scores, (0, kv_heads, group, -1, rows))
-    visible = e.reshape(where.visible, (0, 1, 1, -1, rows))
+    visible = e.reshape(mask, (0, 1, 1, -1, rows))
     scores = e.select(visible, scores, e.number(-math.inf, torch.float32, 5))
     weights = e.reshape(e.cast(e.softmax(scores), e.dtype(v)), (0, kv_heads, -1, rows))
     out = e.reshape(e.matmul(weights, v), (0, kv_heads, group, -1, width))

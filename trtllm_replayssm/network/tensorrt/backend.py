@@ -112,12 +112,16 @@ class TensorRTNetwork(Network):
         out = e.matmul(e.cast(x, weight.memory.dtype), self.constant(weight, rank - 2), transpose_b=True)
         return out if bias is None else self._add_bias(out, bias)
 
-    def _rms_norm(self, x: Tensor, weight: Weight, epsilon: float, zero_centred: bool, groups: int) -> Tensor:
+    def _rms_norm(
+        self, x: Tensor, weight: Weight, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+    ) -> Tensor:
         e, rank, width = self.emitter, len(x.shape), x.shape[-1]
         wide = e.cast(x, torch.float32)
         if groups > 1:
             wide = self._unflatten(wide, (groups, width // groups))
         mean = e.reduce("AVG", e.binary("PROD", wide, wide), len(wide.shape) - 1)
+        if over_ranks:
+            mean = self.scale(self.all_reduce(mean), 1 / self.tp_size)
         root = e.unary("SQRT", e.binary("SUM", mean, e.scalar(epsilon, mean)))
         normed = e.binary("DIV", wide, root)
         if groups > 1:
@@ -197,8 +201,8 @@ class TensorRTNetwork(Network):
         self.emitter.mark_output(updated, f"{cache.name}_out")
         return updated
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return attend(self.emitter, self.where, q, k, v, scale)
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        return attend(self.emitter, self.where, q, k, v, scale, window)
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 
