@@ -97,6 +97,8 @@ def emit_step(
     plugin_layer: PluginLayer,
     tp_size: int = 1,
     capability: tuple[int, int] | None = None,
+    emitter: Emitter | None = None,
+    backend: Callable[..., TensorRTNetwork] = TensorRTNetwork,
 ) -> EmittedStep:
     """Write one step of a model into an empty network.
 
@@ -104,14 +106,16 @@ def emit_step(
     ``step_info``), the state pools, and ``previous_hidden`` where the model has it. Outputs: those of the model, usually
     ``logits`` float32 ``[rows, logits, vocab_size]``, and the state pools.
     weights: of this rank, on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
+    emitter: of ``network``, where inputs are declared in another way. backend: makes the backend from TensorRTNetwork's
+    arguments, in their order.
 
     Raises EngineError when this TensorRT cannot express the model.
     """
-    emitter = Emitter(tensorrt, network)
+    emitter = emitter or Emitter(tensorrt, network)
     token_ids = emitter.input("input_ids", torch.int32, (DYNAMIC, DYNAMIC))
     logit_positions = emitter.input("logit_positions", torch.int32, (DYNAMIC, DYNAMIC), ("rows", "logits"))
     step = step_info(emitter, model.window, plugin_layer, token_ids)
-    net = TensorRTNetwork(
+    net = backend(
         emitter,
         weights,
         model.pools,
