@@ -1,8 +1,9 @@
 """Which TensorRT is installed, and what it can do. Every test of version or flavour lives here.
 
 Two flavours have the same Python API: ``tensorrt`` (10.14 to 11.x), which runs engines with plugin layers on data-centre
-GPUs, and ``tensorrt_rtx``, which builds on any machine, without a GPU, but has no plugin layers. Features are looked for
-where they are, not guessed from version numbers.
+GPUs, and ``tensorrt_rtx``, which builds on any machine, without a GPU, but has no plugin layers. A third, ``recording``,
+is this package's own and builds nothing (network/tensorrt/recording.py). Features are looked for where they are, not
+guessed from version numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from trtllm_replayssm.errors import EngineError, pip_extra
 
-Flavour = Literal["tensorrt", "tensorrt_rtx"]
+Flavour = Literal["tensorrt", "tensorrt_rtx", "recording"]
 
 #: First supported version of ``tensorrt`` and the first that is not supported any more.
 FIRST_VERSION, END_VERSION = (10, 14), (12, 0)
@@ -85,6 +86,21 @@ class TensorRT:
         )
         return cls(module, flavour, version, features)
 
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
+
+    def builder(self, log: Any) -> Any:
+        """A builder that reports to ``log``. Raises EngineError where TensorRT cannot build, as without a GPU."""
+        try:
+            return self.module.Builder(log)
+        except TypeError:
+            # What the bindings make of a null pointer.
+            raise EngineError(
+                f"TensorRT {self.version_text} cannot build engines on this machine",
+                "it needs an NVIDIA GPU and its driver; --dry_run and --engine_flavour embedded do not",
+            ) from None
+
     def dtype(self, dtype: torch.dtype) -> Any:
         """TensorRT's name of a torch dtype."""
         return getattr(self.module, TYPE_NAMES[dtype])
@@ -98,7 +114,7 @@ class TensorRT:
         found = tuple(int(n) for n in re.findall(r"\d+", numpy_version)[:2])
         if self.version < NUMPY_FIXED and found >= NUMPY_STRICT:
             raise EngineError(
-                f"TensorRT {'.'.join(map(str, self.version))} does not work with NumPy {numpy_version}",
+                f"TensorRT {self.version_text} does not work with NumPy {numpy_version}",
                 "pip install 'numpy<2.4', or use TensorRT 11.2 or later",
             )
 

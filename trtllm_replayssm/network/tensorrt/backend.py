@@ -71,9 +71,8 @@ class TensorRTNetwork(Network):
         self._vectors: dict[tuple, torch.Tensor] = {}
         self.where = StepPositions(emitter, step, token_ids, min(caches, default=1))
         if tp_size > 1 and not emitter.tensorrt.features.collective:
-            version = ".".join(map(str, emitter.tensorrt.version))
             raise EngineError(
-                f"TensorRT {version} cannot sum over {tp_size} ranks",
+                f"TensorRT {emitter.tensorrt.version_text} cannot sum over {tp_size} ranks",
                 "tensor parallelism needs TensorRT 11 or later; convert with --tp_size 1, or use --engine_flavour embedded",
             )
 
