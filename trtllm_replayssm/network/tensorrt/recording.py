@@ -12,8 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from trtllm_replayssm.compat import TYPE_NAMES, Features, TensorRT
 from trtllm_replayssm.network.base import DYNAMIC
 from trtllm_replayssm.network.tensorrt.emitter import Emitter
