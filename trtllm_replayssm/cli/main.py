@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": "make a TensorRT-LLM checkpoint from a Hugging Face folder",
     "build": "build an engine folder from a checkpoint",
     "generate": "generate text with an engine",
+    "bench": "measure throughput and latency of an engine",
     "inspect": "show layers, parameters, state and ring sizes of a model, a checkpoint or an engine",
     "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",

@@ -1,0 +1,212 @@
+"""The benchmark: definitions on hand-made courses, requests as they were ordered, reports, and input that is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+from test_scheduler import MODEL, OPTIONS
+
+from trtllm_replayssm.bench.driver import arrivals, run_requests
+from trtllm_replayssm.bench.forced import ForcedScheduler
+from trtllm_replayssm.bench.measures import Percentiles, Record
+from trtllm_replayssm.bench.workload import Item, random_items
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.speculation.ngram import NgramDrafter
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("bench") / "engine"
+    return synthetic.load(synthetic.write_engine(folder, MODEL, OPTIONS, text=True))
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------
+
+
+def test_latencies_of_a_course_with_drafts() -> None:
+    """Arrives at 10; one token at 11, three at 13, one at 14."""
+    record = Record(0, 7, 10.0, [11.0, 13.0, 14.0], [1, 3, 1])
+    assert (record.output_tokens, record.ttft, record.latency, record.generation_time) == (5, 1.0, 4.0, 3.0)
+    assert record.tpot == 0.75
+    assert record.itl == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1.0])
+    assert sum(record.itl) == pytest.approx(record.generation_time)
+
+
+def test_one_token_has_no_time_per_output_token() -> None:
+    record = Record(0, 7, 10.0, [11.0], [1])
+    assert record.tpot is None
+    assert record.itl == []
+
+
+def test_percentiles() -> None:
+    found = Percentiles.of(range(1, 102))
+    assert found is not None
+    assert (found.p50, found.p90, found.p99, found.minimum, found.maximum) == (51, 91, 100, 1, 101)
+    assert (found.average, found.count) == (51, 101)
+    assert found.std == pytest.approx(29.155, abs=1e-3)
+    assert Percentiles.of([]) is None
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_random_requests_repeat_and_have_the_lengths_that_were_asked_for() -> None:
+    items = random_items(400, 50, 20, 1000, input_stdev=10, output_stdev=5, seed=3)
+    assert items == random_items(400, 50, 20, 1000, input_stdev=10, output_stdev=5, seed=3)
+    assert items != random_items(400, 50, 20, 1000, input_stdev=10, output_stdev=5, seed=4)
+    lengths = Percentiles.of(len(item.prompt) for item in items)
+    assert lengths is not None
+    assert lengths.average == pytest.approx(50, abs=2)
+    assert lengths.std == pytest.approx(10, abs=2)
+    assert all(0 <= token < 1000 for item in items for token in item.prompt)
+    fixed = random_items(9, 3, 2, 1000)
+    assert {(len(item.prompt), item.output_tokens) for item in fixed} == {(3, 2)}
+    assert min(item.output_tokens for item in random_items(50, 1, 1, 9, output_stdev=5)) == 1
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = arrivals(4000, 50.0)
+    assert times == arrivals(4000, 50.0)
+    gaps = Percentiles.of(b - a for a, b in pairwise(times))
+    assert gaps is not None
+    assert gaps.average == pytest.approx(0.02, rel=0.05)
+    assert gaps.std == pytest.approx(0.02, rel=0.1)
+    assert times[0] == 0
+    assert arrivals(3, None) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("load", [{}, {"concurrency": 2}, {"request_rate": 300.0}])
+def test_every_request_gets_all_its_tokens_and_no_more(engine: Engine, load: dict[str, Any]) -> None:
+    made = Scheduler(Session(engine), NgramDrafter())
+    items = random_items(12, 12, 9, 250, input_stdev=4, output_stdev=4, seed=1)
+    records = run_requests(made, items, **load)
+    assert [r.output_tokens for r in records] == [item.output_tokens for item in items]
+    assert [r.input_tokens for r in records] == [len(item.prompt) for item in items]
+    for record in records:
+        assert record.times == sorted(record.times)
+        assert record.times[0] > record.arrival
+    if load.get("concurrency"):
+        events = sorted([(r.arrival, 1) for r in records] + [(r.times[-1], -1) for r in records])
+        running = [sum(change for _, change in events[: i + 1]) for i in range(len(events))]
+        assert max(running) == 2
+    if load.get("request_rate"):
+        assert [r.arrival - records[0].arrival for r in records] == pytest.approx(arrivals(12, 300.0), abs=1e-6)
+
+
+def test_forced_acceptance_is_what_it_says(engine: Engine) -> None:
+    made = ForcedScheduler(Session(engine), acceptance_length=3)
+    records = run_requests(made, random_items(6, 9, 31, 250))
+    for record in records:
+        assert record.counts == [1, *[3] * 10]
+        assert record.speculation.acceptance_length == 3
+    assert made.statistics.num_accepted_draft_tokens == 6 * 20
+    with pytest.raises(UserError, match="cannot keep 5 tokens"):
+        ForcedScheduler(Session(engine), acceptance_length=5)
+
+
+def test_a_request_that_does_not_fit_stops_the_run_before_it_begins(engine: Engine) -> None:
+    made = Scheduler(Session(engine))
+    with pytest.raises(UserError, match="prompt 1 has 70 tokens"):
+        run_requests(made, [Item([2], 3), Item([2] * 70, 3)])
+    assert not made.busy
+
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+
+
+def bench(engine: Engine, *words: object) -> int:
+    return main(["bench", "--engine_dir", str(engine.folder), *map(str, words)])
+
+
+def test_reports(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, csv_file = tmp_path / "report.json", tmp_path / "report.csv"
+    lengths = ("--num_requests", 7, "--input_len", 12, "--output_len", 10, "--output_stdev", 3)
+    files = ("--report_json", json_file, "--report_csv", csv_file)
+    assert bench(engine, *lengths, *files, "--speculative_decoding_mode", "ngram", "--prefix_cache_gib", 0.01) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("TTFT", "TPOT", "ITL", "end-to-end latency", "draft_acceptance_rate"))
+    report = json.loads(json_file.read_text())
+    rows = list(csv.DictReader(csv_file.open()))
+    outputs = [int(row["output_tokens"]) for row in rows]
+    assert len(rows) == report["request_info"]["num_requests"] == 7
+    assert report["request_info"]["avg_output_length"] == pytest.approx(sum(outputs) / 7)
+    seconds = report["performance"]["total_latency_ms"] / 1e3
+    assert report["performance"]["system_output_throughput_tok_s"] == pytest.approx(sum(outputs) / seconds)
+    latencies = [float(row["latency_ms"]) for row in rows]
+    found = report["performance"]["request_latency_percentiles_ms"]
+    assert found["maximum"] == pytest.approx(max(latencies), abs=1e-3)
+    assert found["average"] == pytest.approx(sum(latencies) / 7, abs=1e-3)
+    assert report["decoding_stats"]["mode"] == "ngram"
+    assert report["decoding_stats"]["acceptance_length_percentiles"]["minimum"] >= 1
+    assert report["settings"]["num_requests"] == 7
+    assert report["machine"]["versions"]["torch"]
+    assert report["memory"]["weights_bytes"] > 0
+    for block in ("engine", "machine", "world_info", "request_info", "performance", "streaming_metrics"):
+        assert report[block]
+
+
+def test_a_data_set_of_text_and_ids(engine: Engine, tmp_path: Path) -> None:
+    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    data.write_text(
+        '{"task_id": 0, "prompt": "Hello", "output_tokens": 4}\n\n{"input_ids": [5, 6], "output_tokens": 6}\n'
+    )
+    assert bench(engine, "--dataset", data, "--report_json", report, "--concurrency", 1) == 0
+    info = json.loads(report.read_text())["request_info"]
+    assert (info["num_requests"], info["avg_input_length"], info["avg_output_length"]) == (2, 3.5, 5)
+    assert info["avg_num_concurrent_requests"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--num_requests", "0"), "num_requests is 0"),
+        (("--output_len", "0"), "output_len is 0"),
+        (("--input_stdev", "-1"), "cannot be negative"),
+        (("--input_len", "90"), "leaves no room for output"),
+        (("--request_rate", "nan"), "request_rate is nan"),
+        (("--concurrency", "0"), "concurrency is 0"),
+        (("--warmup", "-1"), "--warmup and --random_seed"),
+        (("--max_draft_len", "2"), "--max_draft_len is for speculative decoding"),
+        (("--forced_acceptance_length", "9"), "cannot keep 9 tokens"),
+        (("--report_json", "/nowhere/report.json"), "/nowhere is not a folder"),
+        (("--dataset", "/nowhere/data.jsonl"), "cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_sentence(
+    engine: Engine, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert bench(engine, "--input_len", 9, "--output_len", 3, *words) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert says in " ".join(lines)
+    assert sum(line.startswith("error: ") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("[1]", "is a list"),
+        ("{", "is not JSON"),
+        ('{"prompt": 3}', "has neither token ids nor text"),
+        ('{"input_ids": []}', "has neither token ids nor text"),
+        ('{"input_ids": [1], "output_tokens": 0}', "output_tokens is 0"),
+        ('{"input_ids": [99999]}', "holds token id 99999"),
+        ("", "holds no requests"),
+    ],
+)
+def test_rows_that_cannot_be_run_are_named(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, says: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(row + "\n")
+    assert bench(engine, "--dataset", data, "--output_len", 3) == 1
+    assert says in " ".join(capsys.readouterr().err.split())

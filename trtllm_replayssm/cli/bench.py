@@ -1,0 +1,167 @@
+"""Measures an engine: throughput and latency of requests, random ones or those of a data set.
+
+Latencies are TTFT, TPOT, ITL and end to end, as trtllm-bench defines them; every request runs to its full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_replayssm.cli.generate import speculation_options
+from trtllm_replayssm.cli.options import path_argument
+from trtllm_replayssm.console import LOGGER, print_table
+from trtllm_replayssm.errors import UserError
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.bench.workload import Item
+    from trtllm_replayssm.runtime.scheduler import Scheduler
+    from trtllm_replayssm.runtime.session import Session
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine_dir", type=path_argument, required=True, help="folder written by build")
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--dataset",
+        type=path_argument,
+        help='JSONL with {"input_ids" or "prompt", "output_tokens"}; else random tokens',
+    )
+    requests.add_argument("--num_requests", type=int, help="how many; by default 64, or all of a data set")
+    requests.add_argument("--input_len", type=int, default=128, help="mean prompt tokens of random requests")
+    requests.add_argument("--input_stdev", type=float, default=0, help="standard deviation of the prompt tokens")
+    requests.add_argument("--output_len", type=int, default=128, help="mean output tokens")
+    requests.add_argument("--output_stdev", type=float, default=0, help="standard deviation of the output tokens")
+    requests.add_argument("--random_seed", type=int, default=0, help="of lengths, tokens and arrivals")
+    load = parser.add_argument_group("load", "By default all requests arrive at once.")
+    exclusive = load.add_mutually_exclusive_group()
+    exclusive.add_argument("--request_rate", type=float, help="requests a second, arriving as a Poisson process")
+    exclusive.add_argument("--concurrency", type=int, help="requests under way; one that ends makes room for the next")
+    load.add_argument("--warmup", type=int, default=2, help="requests that run before the clock starts")
+    load.add_argument("--prefix_cache_gib", type=float, default=0, help="memory for common beginnings of prompts")
+    speculation = parser.add_argument_group("speculative decoding")
+    speculation.add_argument(
+        "--speculative_decoding_mode", choices=("ngram", "draft_model", "mtp"), help="as for generate"
+    )
+    speculation.add_argument("--max_draft_len", type=int, help="most drafts of a step; by default the engine's")
+    speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
+    speculation.add_argument(
+        "--forced_acceptance_length",
+        type=int,
+        help="keep so many tokens of every verify step, whatever the model says: speed without a trained model",
+    )
+    parser.add_argument("--report_json", type=path_argument, help="file to write, in the shape of trtllm-bench's")
+    parser.add_argument("--report_csv", type=path_argument, help="file to write, a row a request")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument(
+        "--plugin_impl", choices=("auto", "reference", "cuda"), default="auto", help="who computes the recurrent layers"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from trtllm_replayssm.runtime.engine_config import EngineConfig
+    from trtllm_replayssm.runtime.files import check_distinct, check_writable
+    from trtllm_replayssm.runtime.ranks import run_ranks, started_by_torchrun
+
+    files = {name: getattr(args, name) for name in ("dataset", "report_json", "report_csv")}
+    check_distinct({f"--{name}": path for name, path in files.items() if path is not None})
+    for path in (args.report_json, args.report_csv):
+        if path is not None:
+            check_writable(path)
+    if args.warmup < 0 or args.random_seed < 0:
+        raise UserError("--warmup and --random_seed must be 0 or more")
+    world_size = EngineConfig.read(args.engine_dir).world_size
+    if world_size > 1 and not started_by_torchrun():
+        return run_ranks(world_size, bench_on_rank, args, args.device)
+    return bench(args)
+
+
+def bench_on_rank(args: argparse.Namespace) -> int:
+    """``bench`` in a process that ``run_ranks`` started: it knows nothing of the parent's log level."""
+    from trtllm_replayssm.console import start_logging
+
+    start_logging(args.log_level)
+    return bench(args)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Load the engine, or this process's rank of it, run the requests, and report on rank 0."""
+    from trtllm_replayssm.bench.driver import run_requests
+    from trtllm_replayssm.bench.machine import machine_info
+    from trtllm_replayssm.bench.report import requests_csv, requests_report, table_rows
+    from trtllm_replayssm.runtime.engine import Engine
+    from trtllm_replayssm.runtime.ranks import lost_ranks
+    from trtllm_replayssm.runtime.session import Session
+
+    session = Session(Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl))
+    items = workload(args, session)
+    scheduler, mode = scheduler_for(args, session)
+    with lost_ranks(session.engine.config.world_size):
+        if args.warmup:
+            run_requests(scheduler, (items * args.warmup)[: args.warmup])
+        scheduler = scheduler_for(args, session)[0]
+        records = run_requests(scheduler, items, args.request_rate, args.concurrency, args.random_seed)
+    if session.engine.rank != 0:
+        return 0
+    report = requests_report(session, records, mode, settings(args), machine_info(session.engine.device))
+    print_table(f"{report['engine']['model']} on {report['machine']['name']}", ("", ""), table_rows(report))
+    write({args.report_json: json.dumps(report, indent=2) + "\n", args.report_csv: requests_csv(records)})
+    return 0
+
+
+def workload(args: argparse.Namespace, session: Session) -> list[Item]:
+    from trtllm_replayssm.bench.workload import random_items, read_items
+    from trtllm_replayssm.runtime.tokenizer import Tokenizer
+
+    engine = session.engine
+    if args.dataset is None:
+        known = engine.config.checkpoint.num_tokens or engine.decoder.vocab_size
+        lengths = (args.input_len, args.output_len, known, args.input_stdev, args.output_stdev)
+        return random_items(64 if args.num_requests is None else args.num_requests, *lengths, args.random_seed)
+    items = read_items(args.dataset, lambda text: Tokenizer(engine.folder).encode(text), args.output_len)
+    if args.num_requests is not None and not 1 <= args.num_requests <= len(items):
+        raise UserError(f"--num_requests is {args.num_requests}; {args.dataset} holds {len(items)} requests")
+    return items[: args.num_requests]
+
+
+def scheduler_for(args: argparse.Namespace, session: Session) -> tuple[Scheduler, str | None]:
+    """A scheduler with empty statistics and prefix cache, and the name of the speculation."""
+    from trtllm_replayssm.bench.forced import ForcedScheduler
+    from trtllm_replayssm.runtime.prefix_cache import PrefixCache
+    from trtllm_replayssm.runtime.scheduler import Scheduler
+
+    cache = PrefixCache(session, round(args.prefix_cache_gib * 2**30)) if args.prefix_cache_gib else None
+    if args.forced_acceptance_length is not None:
+        if args.speculative_decoding_mode is not None:
+            raise UserError("--forced_acceptance_length takes the place of a --speculative_decoding_mode", "give one")
+        forced = ForcedScheduler(session, args.forced_acceptance_length, args.max_draft_len)
+        forced.prefix_cache = cache
+        return forced, f"forced acceptance_length {args.forced_acceptance_length}"
+    options = speculation_options(args)
+    if options is None:
+        return Scheduler(session, prefix_cache=cache), None
+    return Scheduler(session, options.drafter(session), options.max_draft_len, prefix_cache=cache), options.mode
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the run, to repeat it."""
+    left_out = ("run", "command", "log_level")
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in left_out
+    }
+
+
+def write(texts: Mapping[Path | None, str]) -> None:
+    """The files that were asked for, each complete or not at all."""
+    from trtllm_replayssm.runtime.files import output_file
+
+    for path, text in texts.items():
+        if path is not None:
+            with output_file(path) as file:
+                file.write(text.encode())
+            LOGGER.info("wrote %s", path)
