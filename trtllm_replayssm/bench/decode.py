@@ -1,0 +1,148 @@
+"""Decode steps by batch size: an ordinary engine, ReplaySSM, and ReplaySSM with speculation, over the same weights.
+
+A step is what serving does: token ids go to the device, the step runs, the chosen tokens come back, the cursors move. Slots
+stand at different places of their window, as they do in service, and the steps cover whole windows, so that state rewrites
+weigh what they weigh in a long run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.bench.measures import Percentiles, milliseconds
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.slot_state import SlotCursors
+
+#: Steps that run before the clock starts: kernels are compiled, graphs captured, clocks raised.
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to decode. tokens: of a verify step; accepted: how many of them are kept."""
+
+    name: str
+    replay: ReplayConfig
+    tokens: int = 1
+    accepted: int = 1
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """tokens_per_second: of all requests. step_ms: of one step. slot_bytes: state and caches of one request."""
+
+    mode: str
+    batch_size: int
+    context_len: int
+    steps: int
+    tokens_per_second: float
+    step_ms: Percentiles
+    slot_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def modes(replay: ReplayConfig, draft_len: int = 3, accepted: int = 3) -> tuple[Mode, ...]:
+    """Standard (the state is rewritten for every token), ReplaySSM, and verify steps of ``draft_len`` drafts.
+
+    Raises UserError when a step cannot keep ``accepted`` tokens, or the window not hold it.
+    """
+    if not 1 <= accepted <= draft_len + 1:
+        raise UserError(f"a step of {draft_len} drafts cannot keep {accepted} tokens", f"use 1 to {draft_len + 1}")
+    window = replay.window if replay.window > 1 else ReplayConfig().window
+    return (
+        Mode("standard", replace(replay, window=1, max_draft_len=0)),
+        Mode("replayssm", replace(replay, window=window, max_draft_len=0)),
+        Mode("speculative", replace(replay, window=window, max_draft_len=draft_len), draft_len + 1, accepted),
+    )
+
+
+def with_replay(engine: Engine, replay: ReplayConfig, batch_size: int, tokens: int) -> Engine:
+    """The engine with other options of ReplaySSM and another batch size; weights do not depend on them."""
+    config = engine.config
+    checkpoint = replace(config.checkpoint, replay=replay)
+    steps = max(config.max_num_tokens, batch_size * tokens)
+    return replace(
+        engine,
+        config=replace(config, checkpoint=checkpoint, max_batch_size=batch_size, max_num_tokens=steps),
+    )
+
+
+def decode_timings(
+    engine: Engine, batch_sizes: Sequence[int], context_len: int, chosen: Sequence[Mode], steps: int = 64
+) -> Iterator[DecodeTiming]:
+    """Each mode at each batch size. context_len: tokens that every request holds at first. steps: at least so many.
+
+    Raises UserError for sizes that make no sense, EngineError where the device has not enough memory.
+    """
+    for name, values in (("batch_sizes", batch_sizes), ("context_len", [context_len]), ("steps", [steps])):
+        if min(values) < 1:
+            raise UserError(f"{name} is {min(values)}; it must be 1 or more")
+    for batch_size in batch_sizes:
+        for mode in chosen:
+            session = Session(with_replay(engine, mode.replay, batch_size, mode.tokens))
+            yield decode_timing(session, mode, context_len, steps)
+            # The pools must be free before those of the next mode are allocated.
+            del session
+
+
+def decode_timing(session: Session, mode: Mode, context_len: int, steps: int) -> DecodeTiming:
+    """Times whole windows of steps of every slot. Raises UserError when they do not fit the engine's max_seq_len."""
+    window, batch_size = mode.replay.window, session.max_batch_size
+    cycle = max(1, window // mode.accepted)
+    steps = -(-steps // cycle) * cycle
+    longest = context_len + window + (WARM_STEPS + steps) * mode.accepted + mode.tokens
+    if longest > session.engine.config.max_seq_len:
+        raise UserError(
+            f"{steps} steps after {context_len} tokens need room for {longest}, and max_seq_len is"
+            f" {session.engine.config.max_seq_len}",
+            "build the engine with a larger --max_seq_len",
+        )
+    for slot in range(batch_size):
+        waiting = slot % window
+        session.place(slot, SlotCursors(context_len + waiting, context_len, context_len + waiting))
+    step = decode_step(session, mode)
+    for _ in range(WARM_STEPS):
+        step()
+    times = []
+    synchronise(session)
+    start = last = time.perf_counter()
+    for _ in range(steps):
+        step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    synchronise(session)
+    seconds = time.perf_counter() - start
+    spread = milliseconds(times)
+    assert spread is not None
+    rate = batch_size * steps * mode.accepted / seconds
+    return DecodeTiming(mode.name, batch_size, context_len, steps, rate, spread, session.engine.config.slot_bytes())
+
+
+def decode_step(session: Session, mode: Mode) -> Callable[[], None]:
+    """A function that runs one step of every slot, reads its tokens back, and commits as many as the mode keeps."""
+    rows = session.max_batch_size
+    tokens = torch.full((rows, mode.tokens), 1, dtype=torch.int32)
+    accepted = [mode.accepted] * rows
+
+    def step() -> None:
+        chosen = session.step(tokens).argmax(-1)
+        tokens.copy_(chosen)
+        session.commit(0, accepted)
+
+    return step
+
+
+def synchronise(session: Session) -> None:
+    if session.engine.device.type == "cuda":
+        torch.cuda.synchronize(session.engine.device)
