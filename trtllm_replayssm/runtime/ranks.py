@@ -165,16 +165,9 @@ def rank_main(
     """What a started process does: join the group, call the target, report."""
     # An interrupt from the keyboard reaches every process; the parent answers it and ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["LOCAL_RANK"] = str(rank)
     Thread(target=end_with_parent, daemon=True).start()
     try:
-        where = resolve_device(device)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
-        else:
-            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
-        method = f"file://{store}"
-        dist.init_process_group(backend(where), method, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        join_group(rank, world_size, device, store)
         report.send(Report("result", target(argument)))
         dist.destroy_process_group()
         return
@@ -187,6 +180,17 @@ def rank_main(
     # Not by way of the interpreter's end, where the group would wait for ranks that do not come.
     sys.stdout.flush()
     os._exit(REPORTED)
+
+
+def join_group(rank: int, world_size: int, device: str | None, store: str) -> None:
+    """Make this process a rank of the group that meets in the file ``store``."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    where = resolve_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    dist.init_process_group(backend(where), f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
 def end_with_parent() -> None:
