@@ -29,7 +29,8 @@ def launch(record: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Te
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         types = (pointer,) * len(inputs) + (integer,) * len(record.integers) + (pointer,) * len(outputs)
         stream = torch.cuda.current_stream(device).cuda_stream
-        checked(driver.cuLaunchKernel(function, *record.grid, record.kernel.block, 1, 1, 0, stream, (values, types), 0))
+        shape = (*record.grid, record.kernel.block, 1, 1, record.kernel.dynamic_shared)
+        checked(driver.cuLaunchKernel(function, *shape, stream, (values, types), 0))
 
 
 @cache
@@ -39,4 +40,8 @@ def loaded_function(kernel: Kernel, device: int) -> Any:
 
     binary = compile_kernel(kernel, architecture(*torch.cuda.get_device_capability(device)))
     module = checked(driver.cuModuleLoadData(binary.cubin))
-    return checked(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
+    function = checked(driver.cuModuleGetFunction(module, kernel.symbol.encode()))
+    if kernel.dynamic_shared:
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(function, limit, kernel.dynamic_shared))
+    return function

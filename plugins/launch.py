@@ -17,6 +17,8 @@ class Kernel:
     source: file under ``plugins/cuda``. symbol: its ``extern "C"`` entry point. block: threads of a block.
     defines: macros that fix shapes, element types and token range.
     in_flight: bytes of state that a block keeps requested from memory; for reports.
+    dynamic_shared: bytes of shared memory that the launch asks for besides the static ones. Plugin layers have none, because
+        TensorRT's ahead-of-time plugins cannot ask.
     """
 
     source: str
@@ -24,6 +26,7 @@ class Kernel:
     block: int
     defines: tuple[tuple[str, str | int | float], ...] = ()
     in_flight: int = 0
+    dynamic_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Launch:
 
     The parameters are, in order: the input addresses, ``integers`` as int32, the output addresses. A pool that the kernel
     updates is both an input and an output, and is passed in both places. This is the order in which TensorRT's
-    ahead-of-time plugins pass them. Shared memory is static (48 KB at most) and no launch attribute is needed.
+    ahead-of-time plugins pass them. A plugin's shared memory is static (48 KB at most), and no launch attribute is needed.
     """
 
     kernel: Kernel

@@ -29,7 +29,7 @@ class KernelReport:
         """Blocks that a multiprocessor holds at once."""
         warps = self.kernel.block // 32
         registers = -(-self.binary.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT * warps
-        shared = self.binary.shared_bytes + SHARED_RESERVED
+        shared = self.binary.shared_bytes + self.kernel.dynamic_shared + SHARED_RESERVED
         return min(REGISTERS // registers, WARPS // warps, BLOCKS, SHARED_BYTES // shared)
 
     @property
@@ -56,11 +56,18 @@ def report(kernel: Kernel, arch: str) -> KernelReport:
 
 
 def released_kernels() -> list[Kernel]:
-    """The variants of every plugin that are checked ahead of time."""
-    from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
+    """The variants of every plugin, and of the embedded engine's own kernels, that are checked ahead of time."""
+    from trtllm_replayssm.plugins.device import (
+        advance,
+        attention,
+        causal_conv,
+        experts,
+        gated_delta,
+        kda,
+        mamba2,
+        materialise,
+        norms,
+    )
 
-    return [
-        kernel
-        for module in (advance, causal_conv, mamba2, gated_delta, kda, materialise)
-        for kernel in module.variants()
-    ]
+    modules = (advance, causal_conv, mamba2, gated_delta, kda, materialise, norms, experts, attention)
+    return [kernel for module in modules for kernel in module.variants()]

@@ -1,0 +1,141 @@
+"""Attention of the embedded engine's decode and verify steps on the GPU, with its rotation and KV cache.
+
+Lengths are read on the device, so that a launch depends only on the number of rows and tokens, and on the keys that it is
+sized for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.plugins.driver import launch
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+
+#: Keys that a block should have at least, and blocks that a device should be given.
+FEWEST_KEYS, BLOCKS_WANTED = 128, 528
+#: Most channels of a value that a block sums.
+MOST_VALUES = 256
+
+
+def cache_update(cache: Tensor, x: Tensor, step: Tensor) -> None:
+    """Write x ``[rows, T, H, D]`` into ``cache [slots, H, positions, D]`` behind the committed tokens of each row's slot."""
+    rows, tokens, heads, width = x.shape
+    flat = x.flatten(2)
+    stride, slots = token_stride(flat), slot_stride(cache)
+    size = x.itemsize
+    aligned = (x.data_ptr(), cache.data_ptr(), stride * size, slots * size, width * size)
+    vector = next(n for n in (16, 8, 4, 2) if all(value % n == 0 for value in aligned))
+    kernel = cache_kernel(heads, width * size // vector, vector)
+    items = tokens * heads * width * size // vector
+    integers = (rows, tokens, stride * size // vector, cache.shape[2], slots * size // vector)
+    launch(Launch(kernel, (-(-items // 128), rows, 1), integers), (flat, step), (cache,))
+
+
+def cache_kernel(heads: int, width: int, vector: int) -> Kernel:
+    return Kernel("cache_update.cu", "cache_update", 128, (("HEADS", heads), ("WIDTH", width), ("VECTOR", vector)))
+
+
+def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """x ``[rows, T, H, D]`` rotated by float32 tables ``[rows, T, dim / 2]``."""
+    rows, tokens, heads, width = x.shape
+    dim = 2 * cosines.shape[-1]
+    y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=x.device)
+    kernel = rope_kernel(x.dtype, heads, width, dim, interleaved)
+    grid = (-(-heads * (width - dim // 2) // 128), rows * tokens, 1)
+    launch(Launch(kernel, grid, (tokens, token_stride(x.flatten(2)))), (x, cosines, sines), (y,))
+    return y
+
+
+def rope_kernel(dtype: torch.dtype, heads: int, width: int, dim: int, interleaved: bool) -> Kernel:
+    shape = (("HEADS", heads), ("WIDTH", width), ("DIM", dim), ("INTERLEAVED", int(interleaved)))
+    return Kernel("rope.cu", "rope", 128, (("ACT", CUDA_TYPES[dtype]), *shape))
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of an attention layer on one rank. window: tokens that a token sees; None for all."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    scale: float
+    window: int | None = None
+
+    def tiles(self, tokens: int) -> int:
+        """Blocks of a row that read the same keys."""
+        return self.kv_heads * -(-self.heads // self.kv_heads * tokens // 16) * (self.value_width // self.value_tile)
+
+    @property
+    def value_tile(self) -> int:
+        return min(self.value_width, MOST_VALUES)
+
+    @property
+    def suited(self) -> bool:
+        """Whether the kernel takes it."""
+        return self.width % 32 == 0 and self.value_tile % 64 == 0 and self.value_width % self.value_tile == 0
+
+    def parts(self, rows: int, tokens: int, kv_len: int) -> int:
+        """Into how many parts the keys are divided: enough for a busy device, none too short."""
+        wanted = -(-BLOCKS_WANTED // (rows * self.tiles(tokens)))
+        return max(1, min(wanted, kv_len // FEWEST_KEYS))
+
+
+def decode_attention(shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, step: Tensor, kv_len: int) -> Tensor:
+    """See Network.attention; 16-bit q ``[rows, T, H, D]`` and caches, of which no row has more than ``kv_len`` positions."""
+    rows, tokens, heads, _ = q.shape
+    out = torch.empty(rows, tokens, heads, shape.value_width, dtype=q.dtype, device=q.device)
+    parts = shape.parts(rows, tokens, kv_len)
+    kernel = attention_kernel(shape, q.dtype, tokens, parts > 1)
+    # Whole groups of 16 keys for each of the block's four warps.
+    part_keys = -(-kv_len // (64 * parts)) * 64
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    partial = None
+    if parts > 1:
+        partial = torch.empty(rows, tokens, heads, parts, shape.value_width + 2, dtype=torch.float32, device=q.device)
+    record = Launch(kernel, (shape.tiles(tokens), rows, parts), (token_stride(q.flatten(2)), *strides, part_keys))
+    launch(record, (q, k, v, step), (out, out if partial is None else partial))
+    if partial is not None:
+        kernel = sum_kernel(q.dtype, shape.value_width)
+        launch(Launch(kernel, (rows * tokens * heads, 1, 1), (parts,)), (partial,), (out,))
+    return out
+
+
+def attention_kernel(shape: AttentionShape, dtype: torch.dtype, tokens: int, partial: bool) -> Kernel:
+    defines = (
+        ("ACT", CUDA_TYPES[dtype]),
+        ("HEADS", shape.heads),
+        ("KV_HEADS", shape.kv_heads),
+        ("WIDTH", shape.width),
+        ("VALUE_WIDTH", shape.value_width),
+        ("VALUE_TILE", shape.value_tile),
+        ("TOKENS", tokens),
+        ("WINDOW", shape.window or 0),
+        ("SCALE", f"{float(shape.scale)!r}f"),
+        ("PARTIAL", int(partial)),
+    )
+    return Kernel("decode_attention.cu", "decode_attention", 128, defines)
+
+
+def sum_kernel(dtype: torch.dtype, value_width: int) -> Kernel:
+    return Kernel("attention_sum.cu", "attention_sum", 128, (("ACT", CUDA_TYPES[dtype]), ("VALUE_WIDTH", value_width)))
+
+
+def variants() -> list[Kernel]:
+    """Nemotron-3 Nano, Qwen3.5-35B and Kimi Linear's latent attention; a sliding window."""
+    bf16 = torch.bfloat16
+    nano, qwen = AttentionShape(32, 2, 128, 128, 128**-0.5), AttentionShape(16, 2, 256, 256, 256**-0.5)
+    latent, sliding = AttentionShape(32, 1, 576, 512, 192**-0.5), AttentionShape(8, 8, 64, 64, 0.125, 128)
+    return [
+        *(attention_kernel(shape, bf16, t, p) for shape in (nano, qwen, latent) for t in (1, 4) for p in (False, True)),
+        attention_kernel(sliding, torch.float16, 1, False),
+        sum_kernel(bf16, 128),
+        sum_kernel(bf16, 512),
+        cache_kernel(2, 16, 16),
+        cache_kernel(1, 72, 16),
+        rope_kernel(bf16, 16, 256, 64, False),
+        rope_kernel(bf16, 32, 64, 64, True),
+    ]
