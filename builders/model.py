@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtllm_replayssm.builders.layers import attention, gated_delta, kda, mamba2, mla, mlp, moe, side_by_side  # noqa: F401  (kinds)
-from trtllm_replayssm.builders.layers.base import Layer, StateOptions, layer_from_dict, to_dict
+from trtllm_replayssm.builders.layers.base import Layer, StateOptions, StreamLayer, layer_from_dict, to_dict
 from trtllm_replayssm.builders.parallel import Parameter, Segment
+from trtllm_replayssm.builders.streams import Streams
 from trtllm_replayssm.network.base import Network, Tensor
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
@@ -31,7 +32,7 @@ class HybridDecoder:
     vocab_size: rows of the embedding. hidden_size: width D. norm_epsilon, norm_zero_centred: of every branch's input norm
     and the final norm. tie_embeddings: the head is the embedding. residual_float32: the residual stream is float32.
     layers: residual branches in order; a transformer block is two of them. embedding_scale, logits_scale: factors of both
-    ends.
+    ends. streams: hyper-connections in the place of the one residual stream; an MTP head has none.
     """
 
     vocab_size: int
@@ -44,6 +45,7 @@ class HybridDecoder:
     mtp: Mtp | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    streams: Streams | None = None
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -59,8 +61,11 @@ class HybridDecoder:
         padded = self.padded_vocab(tp_size)
         head = Parameter((padded, self.hidden_size), 0, (Segment(padded, tp_size),))
         named = {"transformer.vocab_embedding.weight": Parameter((self.vocab_size, self.hidden_size))}
-        named |= self.branch_parameters("transformer.layers", self.layers)
-        named["transformer.ln_f.weight"] = self.norm()
+        named |= self.branch_parameters("transformer.layers", self.layers, self.streams)
+        if self.streams is None or self.streams.branch_norms:
+            named["transformer.ln_f.weight"] = self.norm()
+        if self.streams is not None:
+            named |= prefixed("transformer.streams.", self.streams.final_parameters(self.hidden_size))
         # A tied head is stored once more only where ranks need their own rows of it.
         if not self.tie_embeddings or tp_size > 1:
             named["lm_head.weight"] = head
@@ -71,12 +76,22 @@ class HybridDecoder:
             named["mtp.proj.weight"] = Parameter((self.hidden_size, 2 * self.hidden_size))
         return named
 
-    def branch_parameters(self, prefix: str, layers: tuple[Layer, ...]) -> dict[str, Parameter]:
+    def branch_parameters(
+        self, prefix: str, layers: tuple[Layer, ...], streams: Streams | None = None
+    ) -> dict[str, Parameter]:
         named = {}
         for i, layer in enumerate(layers):
-            named[f"{prefix}.{i}.norm.weight"] = self.norm()
-            named |= {f"{prefix}.{i}.{layer.kind}.{n}": p for n, p in layer.parameters(self.hidden_size).items()}
+            named |= prefixed(f"{prefix}.{i}.", self.branch(layer, streams))
         return named
+
+    def branch(self, layer: Layer, streams: Streams | None) -> dict[str, Parameter]:
+        """Weights of a layer, of its norm, and of its mixing of the residual streams."""
+        named = prefixed(f"{layer.kind}.", layer.parameters(self.hidden_size))
+        if isinstance(layer, StreamLayer):
+            return named
+        if streams is not None:
+            named |= prefixed("streams.", streams.branch_parameters(self.hidden_size))
+        return {"norm.weight": self.norm()} | named if streams is None or streams.branch_norms else named
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +135,12 @@ class HybridDecoder:
     def hidden(self, net: Network, token_ids: Tensor, replay: ReplayConfig) -> Tensor:
         """What the head reads: the output of the final norm ``[rows, T, hidden_size]``, in the activations' dtype."""
         x = self.residual(net, self.embedding(net, token_ids))
-        x = self.through(net, self.named_layers(), x, replay)
+        if self.streams is None:
+            x = self.through(net, self.named_layers(), x, replay)
+        else:
+            x = self.through_streams(net, self.streams, x, token_ids, replay)
+            if not self.streams.branch_norms:
+                return net.cast(x, "activation")
         return net.cast(self.normed(net, "transformer.ln_f.weight", x), "activation")
 
     def logits(self, net: Network, hidden: Tensor, last_only: bool = False) -> Tensor:
@@ -158,6 +178,23 @@ class HybridDecoder:
             x = net.add(x, net.cast_like(self.normed(net, norm, y) if layer.norm_after else y, x))
         return x
 
+    def through_streams(
+        self, net: Network, streams: Streams, x: Tensor, token_ids: Tensor, replay: ReplayConfig
+    ) -> Tensor:
+        """``through`` all branches with hyper-connections, from embedding to what the final norm reads."""
+        x = streams.opened(net, x)
+        for name, layer in self.named_layers():
+            branch = name.rpartition(".")[0]
+            if isinstance(layer, StreamLayer):
+                x = net.add(x, net.cast_like(layer.added(net, name, x, token_ids, replay), x))
+                continue
+            y, mixing = streams.read(net, f"{branch}.streams", x)
+            if streams.branch_norms:
+                y = self.normed(net, f"{branch}.norm.weight", y)
+            y = layer.scaled(net, name, net.cast(y, "activation"), replay)
+            x = streams.written(net, x, net.cast_like(y, x), mixing)
+        return streams.closed(net, "transformer.streams", x)
+
     def normed(self, net: Network, weight: str, x: Tensor) -> Tensor:
         return net.rms_norm(x, net.weight(weight), self.norm_epsilon, self.norm_zero_centred)
 
@@ -177,6 +214,7 @@ class HybridDecoder:
             "residual_float32": self.residual_float32,
             "embedding_scale": self.embedding_scale,
             "logits_scale": self.logits_scale,
+            "streams": to_dict(self.streams),
             "layers": [to_dict(layer) for layer in self.layers],
         }
         return data | {"mtp": None if self.mtp is None else [to_dict(layer) for layer in self.mtp.layers]}
@@ -186,9 +224,15 @@ class HybridDecoder:
         """The decoder that ``to_dict`` wrote. Raises KeyError or TypeError when the description is not one of ours."""
         values = dict(data)
         values["layers"] = tuple(layer_from_dict(layer) for layer in data["layers"])
+        if data.get("streams") is not None:
+            values["streams"] = layer_from_dict(data["streams"])
         if data.get("mtp") is not None:
             values["mtp"] = Mtp(tuple(layer_from_dict(layer) for layer in data["mtp"]))
         return cls(**values)
+
+
+def prefixed(prefix: str, named: dict[str, Parameter]) -> dict[str, Parameter]:
+    return {prefix + name: parameter for name, parameter in named.items()}
 
 
 def layer_pools(layers: Iterable[tuple[str, Layer]], options: StateOptions) -> dict[str, Pool]:

@@ -16,11 +16,18 @@ class Pool:
     """One state tensor of a layer: ``shape`` and ``dtype`` of one slot.
 
     kind says what the bytes are for, in reports: ``state`` (checkpoint), ``ring``, ``conv``, ``kv`` or ``cursor``.
+    block: positions of a request that each row of a cache ``[H, rows, D]`` (kv) stands for.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
+    block: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Positions of a request that a cache has room for."""
+        return self.shape[1] * self.block
 
     @property
     def slot_bytes(self) -> int:

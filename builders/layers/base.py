@@ -6,10 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from trtllm_replayssm.builders.described import Described
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.network.base import Network, Rope, Tensor
 from trtllm_replayssm.plugins.pools import Pool
@@ -39,22 +40,15 @@ class StateOptions:
 
 
 @dataclass(frozen=True)
-class Layer(ABC):
+class Layer(Described, ABC):
     """One residual branch: ``x + output_scale * layer(input_scale * norm(x))``.
 
     norm_after: the norm stands behind the layer, ``x + norm(output_scale * layer(input_scale * x))``.
     """
 
-    kind: ClassVar[str]
-    kinds: ClassVar[dict[str, type[Layer]]] = {}
-
     norm_after: bool = field(default=False, kw_only=True)
     input_scale: float = field(default=1.0, kw_only=True)
     output_scale: float = field(default=1.0, kw_only=True)
-
-    def __init_subclass__(cls) -> None:
-        if "kind" in cls.__dict__:
-            Layer.kinds[cls.kind] = cls
 
     @abstractmethod
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
@@ -84,10 +78,22 @@ class Layer(ABC):
         yield name, self
 
 
+@dataclass(frozen=True)
+class StreamLayer(Layer):
+    """A branch between hyper-connections that reads the tokens and all residual streams, and adds to all of them."""
+
+    @abstractmethod
+    def added(self, net: Network, name: str, streams: Tensor, token_ids: Tensor, replay: ReplayConfig) -> Tensor:
+        """What is added to the streams ``[rows, T, count * hidden]``. token_ids: int32 ``[rows, T]``; name: as in forward."""
+
+    def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
+        raise TypeError(f"{self.kind} layers need residual streams")
+
+
 def to_dict(data: Any) -> Any:
     """A layer or one of its parts as JSON values; infinities become the strings ``inf`` and ``-inf``."""
     if is_dataclass(data) and not isinstance(data, type):
-        kind = {"kind": data.kind} if isinstance(data, Layer) else {}
+        kind = {"kind": data.kind} if isinstance(data, Described) else {}
         return kind | {f.name: to_dict(getattr(data, f.name)) for f in fields(data)}
     if isinstance(data, tuple | list):
         return [to_dict(item) for item in data]
@@ -96,13 +102,17 @@ def to_dict(data: Any) -> Any:
     return data
 
 
-def layer_from_dict(data: dict[str, Any]) -> Layer:
-    """The layer that ``to_dict`` wrote. Raises KeyError for an unknown kind, TypeError for unknown fields."""
-    return Layer.kinds[data["kind"]](**{key: value_from_json(value) for key, value in data.items() if key != "kind"})
+def layer_from_dict(data: dict[str, Any]) -> Any:
+    """The layer, or other part, that ``to_dict`` wrote.
+
+    Raises KeyError for an unknown kind, TypeError for unknown fields.
+    """
+    described = {key: value_from_json(value) for key, value in data.items() if key != "kind"}
+    return Described.kinds[data["kind"]](**described)
 
 
 def value_from_json(value: Any) -> Any:
-    """A field of a layer: nested layers carry their kind, the only other nested part is Rope."""
+    """A field of a layer: nested parts carry their kind, all but Rope."""
     if isinstance(value, list):
         return tuple(value_from_json(item) for item in value)
     if isinstance(value, dict):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
-from trtllm_replayssm.network.base import Network, Tensor
+from trtllm_replayssm.network.base import MlpActivation, Network, Tensor
+from trtllm_replayssm.network.gated import GATED
 from trtllm_replayssm.replay import ReplayConfig
-
-MlpActivation = Literal["swiglu", "relu2"]
 
 
 @dataclass(frozen=True)
 class Mlp(Layer):
     """swiglu: ``down(silu(gate(x)) * up(x))``, the rows of ``up`` being gate, then up; relu2: ``down(relu(up(x))^2)``.
 
-    limit L clamps the factors as in Ling 3.0: ``min(silu(gate), L) * clamp(up, -L, L)``. gate_scale: of gate(x).
+    limit: of the factors, see network/gated.py, which has the other activations, too. gate_scale: of gate(x).
     """
 
     kind = "mlp"
@@ -31,7 +28,7 @@ class Mlp(Layer):
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         part = Segment(self.intermediate_size, self.intermediate_size)
-        rows = (part, part) if self.activation == "swiglu" else (part,)
+        rows = (part, part) if self.activation in GATED else (part,)
         width = len(rows) * self.intermediate_size
         parameters = {
             "up.weight": Parameter((width, hidden_size), 0, rows),
@@ -52,10 +49,7 @@ class Mlp(Layer):
             hidden = net.activation(hidden, "relu2")
         else:
             gate, up = net.split(hidden, (self.intermediate_size, self.intermediate_size))
-            gate = net.activation(net.scale(gate, self.gate_scale), "silu")
-            if self.limit is not None:
-                gate, up = net.clamp(gate, -math.inf, self.limit), net.clamp(up, -self.limit, self.limit)
-            hidden = net.multiply(gate, up)
+            hidden = GATED[self.activation](net, net.scale(gate, self.gate_scale), up, self.limit)
         return net.linear(hidden, net.weight(f"{name}.down.weight"))
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trtllm_replayssm.builders.layers.base import Layer
-from trtllm_replayssm.builders.layers.mlp import Mlp, MlpActivation
+from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide
-from trtllm_replayssm.network.base import Network, Tensor
+from trtllm_replayssm.network.base import MlpActivation, Network, Tensor
+from trtllm_replayssm.network.gated import GATED
 from trtllm_replayssm.replay import ReplayConfig
 
 
@@ -42,7 +43,7 @@ class Moe(Layer):
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         width, inner, experts = self.latent_size or hidden_size, self.intermediate_size, self.num_experts
         part = Segment(inner, inner)
-        rows = (part, part) if self.activation == "swiglu" else (part,)
+        rows = (part, part) if self.activation in GATED else (part,)
         parameters = {
             "router.weight": Parameter((experts, hidden_size), float32=True),
             "experts.up.weight": Parameter((experts, len(rows) * inner, width), 1, rows),

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.ngram import NgramHash
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
@@ -23,7 +25,8 @@ Tensor = Any
 #: A size that is only known when the step runs (rows, T).
 DYNAMIC = -1
 
-Activation = Literal["silu", "sigmoid", "relu2"]
+Activation = Literal["silu", "sigmoid", "relu2", "signed_root"]
+MlpActivation = Literal["swiglu", "clamped_swiglu", "relu2"]
 
 
 class ShapeError(ValueError):
@@ -36,11 +39,13 @@ class Rope:
 
     theta: base of the frequencies ``theta ** (-2 i / dim)``.
     interleaved: pairs are channels (2i, 2i+1); otherwise (i, i + dim/2).
+    shift: added to the positions of tokens; what comes out below 0 is of no use to anyone.
     """
 
     dim: int
     theta: float
     interleaved: bool = False
+    shift: int = 0
 
 
 def same(a: int, b: int) -> bool:
@@ -77,7 +82,7 @@ class Network(ABC):
 
     @abstractmethod
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """``table[token_ids]``: ids ``[rows, T]`` int32, table ``[vocab, hidden]``."""
+        """``table[token_ids]``: ids ``[rows, T, ...]`` int32; table ``[vocab, hidden]`` or ``[parts, vocab/parts, hidden]``."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight^T + bias``: x ``[..., in]``, weight ``[out, in]``, bias ``[out]``; the result has x's dtype.
@@ -96,7 +101,7 @@ class Network(ABC):
     def rms_norm(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         epsilon: float,
         zero_centred: bool = False,
         groups: int = 1,
@@ -105,20 +110,25 @@ class Network(ABC):
         """``x / sqrt(mean(x^2) + epsilon) * w`` over the last axis, in float32; w is ``1 + weight`` if zero_centred.
 
         The mean is taken in ``groups`` equal parts of the axis; weight spans the axis ``[width]`` or one part. over_ranks:
-        the axis is divided over the ranks, each of which has an equal part of it; the mean is over all of them.
+        the axis is divided over the ranks, each of which has an equal part of it; the mean is over all of them. Without a
+        weight, w is 1.
         """
         width = self.shape(x)[-1]
-        self.require("rms_norm", width % groups == 0 and self.shape(weight) == (width,), x=x, weight=weight)
+        fits = width % groups == 0 and (weight is None or self.shape(weight) == (width,))
+        self.require("rms_norm", fits, x=x, weight=weight)
         return self._rms_norm(x, weight, epsilon, zero_centred, groups, over_ranks and self.tp_size > 1)
 
     @abstractmethod
     def _rms_norm(
-        self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+        self, x: Tensor, weight: Tensor | None, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
     ) -> Tensor: ...
 
     @abstractmethod
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
-        """silu ``x sigmoid(x)``, sigmoid, or relu2 ``max(x, 0)^2``; the result has x's dtype."""
+        """silu ``x sigmoid(x)``, sigmoid, relu2 ``max(x, 0)^2``, or signed_root ``sign(x) sqrt(max(|x|, 1e-6))``.
+
+        The result has x's dtype.
+        """
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """``a + b`` with broadcasting of size-1 axes; equal ranks."""
@@ -152,6 +162,10 @@ class Network(ABC):
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """``factor * x``."""
+
+    @abstractmethod
+    def offset(self, x: Tensor, amount: float) -> Tensor:
+        """``x + amount``."""
 
     @abstractmethod
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
@@ -212,6 +226,41 @@ class Network(ABC):
     @abstractmethod
     def _per_head(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
+    def matmul(self, a: Tensor, b: Tensor, transpose_a: bool = False) -> Tensor:
+        """``a @ b``, or ``a^T @ b``, over the last two axes: ``[rows, T, m, k]`` and ``[rows, T, k, n]``, of one dtype."""
+        depth = self.shape(a)[-2 if transpose_a else -1]
+        self.require("matmul", len(self.shape(a)) == len(self.shape(b)) and depth == self.shape(b)[-2], a=a, b=b)
+        return self._matmul(a, b, transpose_a)
+
+    @abstractmethod
+    def _matmul(self, a: Tensor, b: Tensor, transpose_a: bool) -> Tensor: ...
+
+    def doubly_stochastic(self, x: Tensor, iterations: int, epsilon: float) -> Tensor:
+        """Sinkhorn-Knopp on ``softmax(x) + epsilon`` of matrices x ``[rows, T, n, n]``, in float32, result float32.
+
+        Columns are divided by their sums, then ``iterations - 1`` times rows and columns; epsilon is added to every sum.
+        """
+        self.require("doubly_stochastic", self.shape(x)[-1] == self.shape(x)[-2], x=x)
+        return self._doubly_stochastic(x, iterations, epsilon)
+
+    @abstractmethod
+    def _doubly_stochastic(self, x: Tensor, iterations: int, epsilon: float) -> Tensor: ...
+
+    # ---- n-grams -----------------------------------------------------------------------------------------------------
+
+    def ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: Tensor) -> Tensor:
+        """Rows of hashed n-gram tables (ngram.py) int32 ``[rows, T, (size - 1) * heads]``.
+
+        token_ids: int32 ``[rows, T]``, which are written at positions ``committed ...`` of ``cache [rows, 1, max_seq, 1]``
+        (int32).
+        """
+        fits = self.shape(cache)[1] == self.shape(cache)[3] == 1 and len(self.shape(token_ids)) == 2
+        self.require("ngram_ids", fits, token_ids=token_ids, cache=cache)
+        return self._ngram_ids(spec, token_ids, cache)
+
+    @abstractmethod
+    def _ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: Tensor) -> Tensor: ...
+
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
@@ -231,19 +280,61 @@ class Network(ABC):
     @abstractmethod
     def _cache_update(self, cache: Tensor, x: Tensor) -> Tensor: ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    def block_cache_update(self, cache: Tensor, x: Tensor, block: int) -> Tensor:
+        """Keep what stands at the last token of every block of ``block`` positions; returns the cache.
+
+        x ``[rows, T, H, D]`` belongs to positions ``committed ...``; position p goes to row ``p // block`` of ``cache
+        [rows, H, blocks, D]`` if ``(p + 1) % block == 0``, and nowhere else. Rows of blocks that the step's tokens begin and
+        do not end may hold anything afterwards.
+        """
+        fits = self.shape(cache)[1] == self.shape(x)[2] and self.shape(cache)[3] == self.shape(x)[3]
+        self.require("block_cache_update", fits, cache=cache, x=x)
+        return self._block_cache_update(cache, x, block)
+
+    @abstractmethod
+    def _block_cache_update(self, cache: Tensor, x: Tensor, block: int) -> Tensor: ...
+
+    def select_blocks(self, q: Tensor, keys: Tensor, weights: Tensor | None, block: int, count: int) -> Tensor | None:
+        """Which positions a token attends to, for ``attention``: None for all.
+
+        q ``[rows, T, H, D]``, keys ``[rows, 1, blocks, D]`` of ``block_cache_update``, weights float32 ``[rows, T, H]`` or None
+        for 1. A token sees the ``count`` blocks of most ``sum_h weights_h relu(q_h . key)`` (float32; of equal ones, the
+        earlier) among those that end at or before it, and the tokens behind the last of these up to itself.
+        """
+        fits = self.shape(keys)[1] == 1 and self.shape(keys)[3] == self.shape(q)[3]
+        fits = fits and (weights is None or self.shape(weights)[-1] == self.shape(q)[2])
+        self.require("select_blocks", fits, q=q, keys=keys, weights=weights)
+        return self._select_blocks(q, keys, weights, block, count)
+
+    @abstractmethod
+    def _select_blocks(
+        self, q: Tensor, keys: Tensor, weights: Tensor | None, block: int, count: int
+    ) -> Tensor | None: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        selected: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention over a slot's cache: token i sees positions ``0 ... committed + i``, of them the last ``window``.
 
         q ``[rows, T, H, D]``, k ``[rows, Hkv, max_seq, D]``, v ``[rows, Hkv, max_seq, Dv]``; query head h reads cache head
-        ``h // (H/Hkv)``; softmax in float32. Returns ``[rows, T, H, Dv]``.
+        ``h // (H/Hkv)``; softmax in float32. selected: of ``select_blocks``, the positions that are seen at all. Returns
+        ``[rows, T, H, Dv]``.
         """
         heads, kv_heads = self.shape(q)[2], self.shape(k)[1]
         fits = heads % kv_heads == 0 and self.shape(q)[3] == self.shape(k)[3] and self.shape(v)[1] == kv_heads
         self.require("attention", fits, q=q, k=k, v=v)
-        return self._attention(q, k, v, scale, window)
+        return self._attention(q, k, v, scale, window, selected)
 
     @abstractmethod
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
+    ) -> Tensor: ...
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 
@@ -260,8 +351,8 @@ class Network(ABC):
         """``x[..., indices]`` along the last axis."""
 
     @abstractmethod
-    def sum(self, x: Tensor) -> Tensor:
-        """Over the last axis, which stays with size 1."""
+    def sum(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Over one of the last axes (negative), which stays with size 1."""
 
     @abstractmethod
     def divide(self, a: Tensor, b: Tensor) -> Tensor:
@@ -278,16 +369,16 @@ class Network(ABC):
         weights: Tensor,
         up: Tensor,
         down: Tensor,
-        activation: Literal["swiglu", "relu2"],
+        activation: MlpActivation,
         limit: float | None = None,
     ) -> Tensor:
         """``sum_j weights_j expert_{indices_j}(x)`` for x ``[rows, T, D]``; indices and weights ``[rows, T, k]``.
 
-        swiglu: up ``[E, 2F, D]`` holds gate rows, then up rows; with ``limit`` L the product is
-        ``min(silu(gate), L) * clamp(up, -L, L)``. relu2: up ``[E, F, D]``. down ``[E, D, F]``. Result in x's dtype.
+        An activation of gated.py, with its limit: up ``[E, 2F, D]`` holds gate rows, then up rows. relu2: up ``[E, F, D]``.
+        down ``[E, D, F]``. Result in x's dtype.
         """
         n, rows, width = self.shape(up)
-        inner = rows // 2 if activation == "swiglu" else rows
+        inner = rows // 2 if activation in GATED else rows
         self.require(
             "experts", self.shape(x)[-1] == width and self.shape(down) == (n, width, inner), x=x, up=up, down=down
         )

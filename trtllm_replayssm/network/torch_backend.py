@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtllm_replayssm.network.base import Network, Rope
+from trtllm_replayssm.network.experts import looped_experts
+from trtllm_replayssm.network.ngram import NgramHash, ngram_rows
+from trtllm_replayssm.network.selection import blocks_of_tokens, select_blocks, update_block_cache
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
@@ -21,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "relu2": lambda x: F.relu(x).square(),
+    "signed_root": lambda x: x.sign() * x.abs().clamp(min=1e-6).sqrt(),
 }
 
 
@@ -51,6 +55,7 @@ class TorchNetwork(Network):
         self.live = step[:, Step.SLOT] >= 0
         self.committed = step[:, Step.COMMITTED].long()
         self.query_len = step[:, Step.QUERY_LEN].long()
+        self.tables: dict[tuple[int, Rope], tuple[Tensor, Tensor]] = {}
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape)
@@ -64,19 +69,21 @@ class TorchNetwork(Network):
     # ---- dense ops ---------------------------------------------------------------------------------------------------
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids.long(), table).to(self.dtype)
+        return F.embedding(token_ids.long(), table.flatten(0, -2)).to(self.dtype)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 
     def _rms_norm(
-        self, x: Tensor, weight: Tensor, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+        self, x: Tensor, weight: Tensor | None, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
     ) -> Tensor:
         wide = x.float().unflatten(-1, (groups, -1))
         mean = wide.square().mean(-1, keepdim=True)
         if over_ranks:
             mean = self.all_reduce(mean) / self.tp_size
         normed = (wide * (mean + epsilon).rsqrt()).flatten(-2)
+        if weight is None:
+            return normed.to(x.dtype)
         return (normed * (1 + weight.float() if zero_centred else weight.float())).to(x.dtype)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
@@ -96,6 +103,9 @@ class TorchNetwork(Network):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1 else x * factor
+
+    def offset(self, x: Tensor, amount: float) -> Tensor:
+        return x + amount
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
@@ -123,6 +133,27 @@ class TorchNetwork(Network):
     def _per_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.einsum("bthi,hoi->btho", x, weight)
 
+    def _matmul(self, a: Tensor, b: Tensor, transpose_a: bool) -> Tensor:
+        return (a.transpose(-1, -2) if transpose_a else a) @ b
+
+    def _doubly_stochastic(self, x: Tensor, iterations: int, epsilon: float) -> Tensor:
+        x = x.float().softmax(-1) + epsilon
+        x = x / (x.sum(-2, keepdim=True) + epsilon)
+        for _ in range(iterations - 1):
+            x = x / (x.sum(-1, keepdim=True) + epsilon)
+            x = x / (x.sum(-2, keepdim=True) + epsilon)
+        return x
+
+    def _ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: Tensor) -> Tensor:
+        history = self._cache_update(cache, token_ids[:, :, None, None])[:, 0, :, 0]
+        positions, end = self._positions(token_ids.shape[1]), spec.end_token
+        tokens, text = [token_ids.long()], torch.ones_like(positions, dtype=torch.bool)
+        for back in range(1, spec.size):
+            before = history.gather(1, (positions - back).clamp(0, history.shape[1] - 1)).long()
+            text = text & (positions >= back) & (before != end)
+            tokens.append(torch.where(text, before, end))
+        return ngram_rows(spec, tokens).int()
+
     def select_last(self, x: Tensor) -> Tensor:
         last = (self.query_len - 1).clamp(min=0)
         return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
@@ -132,11 +163,17 @@ class TorchNetwork(Network):
     def _positions(self, tokens: int) -> Tensor:
         return self.committed[:, None] + torch.arange(tokens, device=self.step.device)
 
+    def rope_tables(self, tokens: int, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' angles, float32 ``[rows, T, dim / 2]``; computed once for all layers."""
+        if (tokens, rope) not in self.tables:
+            exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=self.step.device) / rope.dim
+            angles = (self._positions(tokens) + rope.shift)[..., None].float() / rope.theta**exponent
+            self.tables[tokens, rope] = angles.cos(), angles.sin()
+        return self.tables[tokens, rope]
+
     def _rope(self, x: Tensor, rope: Rope) -> Tensor:
         rotated, rest = x[..., : rope.dim].float(), x[..., rope.dim :]
-        exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=x.device) / rope.dim
-        angles = self._positions(x.shape[1])[..., None, None].float() / rope.theta**exponent
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = (table[:, :, None] for table in self.rope_tables(x.shape[1], rope))
         pairs = rotated.unflatten(-1, (-1, 2) if rope.interleaved else (2, -1))
         a, b = pairs.unbind(-1 if rope.interleaved else -2)
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1 if rope.interleaved else -2)
@@ -149,22 +186,41 @@ class TorchNetwork(Network):
         cache[rows, :, self.committed[rows] + offsets] = x[rows, offsets].to(cache.dtype)
         return cache
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def _block_cache_update(self, cache: Tensor, x: Tensor, block: int) -> Tensor:
+        valid = self.live[:, None] & (torch.arange(x.shape[1], device=x.device) < self.query_len[:, None])
+        return update_block_cache(cache, x, self._positions(x.shape[1]), valid, block)
+
+    def _select_blocks(self, q: Tensor, keys: Tensor, weights: Tensor | None, block: int, count: int) -> Tensor | None:
+        blocks = self.kv_len // block
+        if blocks <= count:
+            return None
+        positions = self._positions(q.shape[1])
+        chosen = select_blocks(q, keys[:, 0, :blocks], weights, positions, block, count)
+        return blocks_of_tokens(chosen, positions, block, self.kv_len)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
+    ) -> Tensor:
         k, v = k[:, :, : self.kv_len], v[:, :, : self.kv_len]
         keys, positions = torch.arange(k.shape[2], device=q.device), self._positions(q.shape[1])[..., None]
         visible = keys <= positions
         if window is not None:
             visible &= keys > positions - window
+        if selected is not None:
+            visible &= selected
         # What lies behind the live positions may be anything, also NaN: select, never multiply by zero.
         written = self.live[:, None] & (keys < (self.committed + self.query_len)[:, None])
-        v = torch.where(written[:, None, :, None], v, torch.zeros((), dtype=v.dtype, device=v.device))
-        grouped = q.transpose(1, 2).unflatten(1, (k.shape[1], -1))
-        scores = torch.einsum("bghtd,bgsd->bghts", grouped.float(), k.float()) * scale
-        scores = scores.masked_fill(~(visible & written[:, None])[:, None, None], float("-inf"))
-        weights = scores.softmax(-1)
-        weights = torch.where(self.live[:, None, None, None, None], weights, torch.zeros_like(weights))
-        out = torch.einsum("bghts,bgsd->bghtd", weights, v.float())
-        return out.flatten(1, 2).transpose(1, 2).to(q.dtype)
+        zero = torch.zeros((), dtype=k.dtype, device=k.device)
+        k, v = (torch.where(written[:, None, :, None], cache, zero) for cache in (k, v))
+        seen = visible & written[:, None]
+        # A row of padding sees one key of zeros: a softmax over nothing is no number.
+        seen[..., 0] |= ~self.live[:, None]
+        # The query heads of a key/value head stand behind each other like tokens, so that its keys are not copied for each.
+        group, (rows, tokens) = q.shape[2] // k.shape[1], q.shape[:2]
+        grouped = q.transpose(1, 2).reshape(rows, k.shape[1], group * tokens, -1)
+        mask = seen[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)
+        out = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
+        return out.reshape(rows, -1, tokens, v.shape[-1]).transpose(1, 2)
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 
@@ -178,8 +234,8 @@ class TorchNetwork(Network):
     def gather(self, x: Tensor, indices: Tensor) -> Tensor:
         return x.gather(-1, indices.long())
 
-    def sum(self, x: Tensor) -> Tensor:
-        return x.sum(-1, keepdim=True)
+    def sum(self, x: Tensor, axis: int = -1) -> Tensor:
+        return x.sum(axis, keepdim=True)
 
     def mask_groups(self, scores: Tensor, groups: Tensor, n_group: int) -> Tensor:
         kept = torch.zeros(*scores.shape[:-1], n_group, dtype=torch.bool, device=scores.device)
@@ -196,24 +252,8 @@ class TorchNetwork(Network):
         activation: str,
         limit: float | None,
     ) -> Tensor:
-        flat, chosen = x.flatten(0, -2), indices.flatten(0, -2).long()
-        share = weights.flatten(0, -2).float()
-        out = torch.zeros(flat.shape, dtype=torch.float32, device=x.device)
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            hidden = F.linear(flat[token].to(up.dtype), up[expert])
-            if activation == "swiglu":
-                first, second = hidden.chunk(2, -1)
-                hidden = self.swiglu(first, second, limit)
-            else:
-                hidden = F.relu(hidden).square()
-            out.index_add_(0, token, F.linear(hidden, down[expert]).float() * share[token, place, None])
-        return out.view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-        gate = F.silu(gate)
-        return gate * up if limit is None else gate.clamp(max=limit) * up.clamp(-limit, limit)
+        flat, chosen, share = (t.flatten(0, -2) for t in (x, indices, weights))
+        return looped_experts(self, flat, chosen, share, up, down, activation, limit).view(x.shape)
 
     # ---- tensor parallelism ------------------------------------------------------------------------------------------
 

@@ -91,11 +91,15 @@ class StepPositions:
         A padding row writes its T tokens as well. They go to the end of the cache: a step has at most verify_tokens of
         them there, and those rows are beyond every position that a request may still read.
         """
+        return self.row_of(self.committed, self.cache_rows, self.tokens)
+
+    def row_of(self, first: Tensor, cache_rows: int, count: Tensor) -> Tensor:
+        """``first [rows, 1]`` as int32 ``[rows]``, for padding rows the last ``count`` (int64 ``[1]``) of the cache's rows."""
         e = self.emitter
-        last = e.number(self.cache_rows, torch.int32, 1)
-        end = e.reshape(e.binary("SUB", last, e.cast(self.tokens, torch.int32)), (1, 1))
+        last = e.number(cache_rows, torch.int32, 1)
+        end = e.reshape(e.binary("SUB", last, e.cast(count, torch.int32)), (1, 1))
         padding = e.binary("LESS", self.column(Step.SLOT), e.number(0, torch.int32, 2))
-        return e.reshape(e.select(padding, end, self.committed), (-1,))
+        return e.reshape(e.select(padding, end, first), (-1,))
 
     def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin of every token's angles, float32 ``[rows, T, 1, dim/2]``.
@@ -110,7 +114,8 @@ class StepPositions:
     def looked_up(self, rope: Rope) -> tuple[Tensor, Tensor]:
         e = self.emitter
         frequencies = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
-        angles = torch.arange(self.cache_rows, dtype=torch.float64)[:, None] * frequencies
+        positions = torch.arange(rope.shift, self.cache_rows + rope.shift, dtype=torch.float64)
+        angles = positions[:, None] * frequencies
         cos, sin = (e.gather(e.constant(f(angles).float()), self.positions, 0) for f in (torch.cos, torch.sin))
         return e.reshape(cos, (0, 0, 1, -1)), e.reshape(sin, (0, 0, 1, -1))
 
@@ -137,30 +142,47 @@ def rotate(e: Emitter, where: StepPositions, x: Tensor, rope: Rope) -> Tensor:
 
 
 def update_cache(e: Emitter, where: StepPositions, cache: Tensor, x: Tensor) -> Tensor:
-    """``Network.cache_update``: in place by the native layer, else by a scatter, which copies the whole cache."""
+    """``Network.cache_update``."""
     x = e.transpose(e.cast(x, e.dtype(cache)), (0, 2, 1, 3))
-    if e.tensorrt.features.kv_cache_update:
-        layer = e.network.add_kv_cache_update(cache, x, where.write_start, e.trt.KVCacheMode.LINEAR)
+    return write_rows(e, cache, x, where.write_start, where.tokens)
+
+
+def write_rows(e: Emitter, cache: Tensor, x: Tensor, start: Tensor, count: Tensor) -> Tensor:
+    """``cache [rows, H, n, D]`` with x ``[rows, H, count, D]`` in the rows ``start ...`` (int32 ``[rows]``) of each request.
+
+    In place by the native layer, which takes no integers; else by a scatter, which copies the whole cache.
+    """
+    if e.tensorrt.features.kv_cache_update and e.dtype(cache).is_floating_point:
+        layer = e.network.add_kv_cache_update(cache, x, start, e.trt.KVCacheMode.LINEAR)
         return e.added(layer, "cache_update", cache, x)
-    # Where each [row, head, token] goes: (row, head, write_start + token).
+    # Where each [row, head, token] goes: (row, head, start + token).
     rows, heads = e.size(x, 0), x.shape[1]
     row = e.reshape(e.dynamic_arange(rows), (-1, 1, 1, 1))
     head = e.reshape(e.arange(heads, 1), (1, heads, 1, 1))
-    token = e.reshape(e.dynamic_arange(where.tokens), (1, 1, -1, 1))
-    position = e.binary("SUM", e.reshape(where.write_start, (-1, 1, 1, 1)), token)
+    token = e.reshape(e.dynamic_arange(count), (1, 1, -1, 1))
+    position = e.binary("SUM", e.reshape(start, (-1, 1, 1, 1)), token)
     zero = e.binary("PROD", e.binary("SUM", position, head), e.number(0, torch.int32, 4))
     index = e.concat([e.binary("SUM", part, zero) for part in (row, head, position)], 3)
     return e.scatter_nd(cache, index, x)
 
 
 def attend(
-    e: Emitter, where: StepPositions, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    e: Emitter,
+    where: StepPositions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    selected: Tensor | None,
 ) -> Tensor:
     """``Network.attention``. Cache rows beyond a token's position weigh zero; they must hold finite numbers."""
     query = e.transpose(e.binary("PROD", q, e.scalar(scale, q)), (0, 2, 1, 3))
     fused = q.shape[3] == v.shape[3]
     attention = fused_attention if fused else plain_attention
-    return e.transpose(attention(e, where, query, k, v, where.visible(window)), (0, 2, 1, 3))
+    visible = where.visible(window)
+    mask = visible if selected is None else e.binary("AND", visible, selected)
+    return e.transpose(attention(e, where, query, k, v, mask), (0, 2, 1, 3))
 
 
 def fused_attention(e: Emitter, where: StepPositions, query: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

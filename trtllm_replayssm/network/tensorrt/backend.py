@@ -11,6 +11,9 @@ import torch
 
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network, Rope
+from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.ngram import NgramHash
+from trtllm_replayssm.network.tensorrt import ngram, selection
 from trtllm_replayssm.network.tensorrt.attention import StepPositions, attend, rotate, update_cache
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.experts import grouped_experts, native_experts, native_fits
@@ -67,7 +70,7 @@ class TensorRTNetwork(Network):
         self.emitter, self.weights, self.pools, self.step = emitter, weights, pools, step
         self.logit_positions, self.dtype = logit_positions, activation
         self.plugin_layer, self.tp_size, self.capability = plugin_layer, tp_size, capability
-        caches = [pool.shape[1] for pool in pools.values() if pool.kind == "kv"]
+        caches = [pool.positions for pool in pools.values() if pool.kind == "kv"]
         self._vectors: dict[tuple, torch.Tensor] = {}
         self.where = StepPositions(emitter, step, token_ids, min(caches, default=1))
         if tp_size > 1 and not emitter.tensorrt.features.collective:
@@ -103,8 +106,9 @@ class TensorRTNetwork(Network):
     # ---- dense ops ---------------------------------------------------------------------------------------------------
 
     def embedding(self, token_ids: Tensor, table: Weight) -> Tensor:
-        e = self.emitter
-        return e.cast(e.gather(self.constant(table), token_ids, 0), self.dtype)
+        e, memory = self.emitter, table.memory
+        whole = e.constant(memory, (math.prod(memory.shape[:-1]), memory.shape[-1]))
+        return e.cast(e.gather(whole, token_ids, 0), self.dtype)
 
     def _linear(self, x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
         e, rank = self.emitter, len(x.shape)
@@ -112,7 +116,7 @@ class TensorRTNetwork(Network):
         return out if bias is None else self._add_bias(out, bias)
 
     def _rms_norm(
-        self, x: Tensor, weight: Weight, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+        self, x: Tensor, weight: Weight | None, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
     ) -> Tensor:
         e, rank, width = self.emitter, len(x.shape), x.shape[-1]
         wide = e.cast(x, torch.float32)
@@ -125,6 +129,8 @@ class TensorRTNetwork(Network):
         normed = e.binary("DIV", wide, root)
         if groups > 1:
             normed = self._flatten(normed, 2)
+        if weight is None:
+            return e.cast(normed, e.dtype(x))
         scaled = e.binary("PROD", normed, self.vector(weight, rank, torch.float32, 1.0 if zero_centred else 0.0))
         return e.cast(scaled, e.dtype(x))
 
@@ -133,6 +139,9 @@ class TensorRTNetwork(Network):
         if kind == "relu2":
             positive = e.activation("RELU", x)
             return e.binary("PROD", positive, positive)
+        if kind == "signed_root":
+            size = e.binary("MAX", e.unary("ABS", x), e.scalar(1e-6, x))
+            return e.binary("PROD", e.unary("SIGN", x), e.unary("SQRT", size))
         # In float32, as torch does inside its own kernels.
         wide = e.cast(x, torch.float32)
         gate = e.activation("SIGMOID", wide)
@@ -152,6 +161,9 @@ class TensorRTNetwork(Network):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1 else self.emitter.binary("PROD", x, self.emitter.scalar(factor, x))
+
+    def offset(self, x: Tensor, amount: float) -> Tensor:
+        return self.emitter.binary("SUM", x, self.emitter.scalar(amount, x))
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         e = self.emitter
@@ -186,6 +198,21 @@ class TensorRTNetwork(Network):
         by_head = e.transpose(e.cast(x, weight.memory.dtype), (0, 2, 1, 3))
         return e.transpose(e.matmul(by_head, self.constant(weight, 1), transpose_b=True), (0, 2, 1, 3))
 
+    def _matmul(self, a: Tensor, b: Tensor, transpose_a: bool) -> Tensor:
+        return self.emitter.matmul(a, b, transpose_a)
+
+    def _doubly_stochastic(self, x: Tensor, iterations: int, epsilon: float) -> Tensor:
+        x = self.offset(self.softmax(x), epsilon)
+        axes = [-2, *[-1, -2] * (iterations - 1)]
+        for axis in axes:
+            x = self.divide(x, self.offset(self.sum(x, axis), epsilon))
+        return x
+
+    def _ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: State) -> Tensor:
+        written = self._cache_update(cache, self.emitter.reshape(token_ids, (0, 0, 1, 1)))
+        history = self.emitter.reshape(written, (0, cache.pool.shape[1]))
+        return ngram.ngram_ids(self.emitter, self.where, spec, token_ids, history)
+
     def select_last(self, x: Tensor) -> Tensor:
         """The tokens that ``logit_positions`` names: ``[rows, logits, D]``. A prefill names each row's last valid token."""
         return self.emitter.gather(x, self.logit_positions, 1, shared_axes=1)
@@ -200,8 +227,18 @@ class TensorRTNetwork(Network):
         self.emitter.mark_output(updated, f"{cache.name}_out")
         return updated
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        return attend(self.emitter, self.where, q, k, v, scale, window)
+    def _block_cache_update(self, cache: State, x: Tensor, block: int) -> Tensor:
+        updated = selection.update_block_cache(self.emitter, self.where, self.state_input(cache), x, block)
+        self.emitter.mark_output(updated, f"{cache.name}_out")
+        return updated
+
+    def _select_blocks(self, q: Tensor, keys: Tensor, weights: Tensor | None, block: int, count: int) -> Tensor | None:
+        return selection.select_blocks(self.emitter, self.where, q, keys, weights, block, count)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
+    ) -> Tensor:
+        return attend(self.emitter, self.where, q, k, v, scale, window, selected)
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 
@@ -214,8 +251,8 @@ class TensorRTNetwork(Network):
     def gather(self, x: Tensor, indices: Tensor) -> Tensor:
         return self.emitter.gather_elements(x, indices, len(x.shape) - 1)
 
-    def sum(self, x: Tensor) -> Tensor:
-        return self.emitter.reduce("SUM", x, len(x.shape) - 1)
+    def sum(self, x: Tensor, axis: int = -1) -> Tensor:
+        return self.emitter.reduce("SUM", x, len(x.shape) + axis)
 
     def mask_groups(self, scores: Tensor, groups: Tensor, n_group: int) -> Tensor:
         e, experts, kept = self.emitter, scores.shape[-1], groups.shape[-1]
@@ -244,10 +281,7 @@ class TensorRTNetwork(Network):
             if activation == "relu2":
                 return self.activation(rows, "relu2")
             gate, up = self.split(rows, (rows.shape[-1] // 2,) * 2)
-            gate = self.activation(gate, "silu")
-            if limit is not None:
-                gate, up = self.clamp(gate, -math.inf, limit), self.clamp(up, -limit, limit)
-            return self.multiply(gate, up)
+            return GATED[activation](self, gate, up, limit)
 
         return grouped_experts(e, x, indices, weights, *matrices, hidden)
 

@@ -229,8 +229,9 @@ class Emitter:
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
-    def matmul(self, a: Tensor, b: Tensor, transpose_b: bool = False) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
         """Over the last two axes; leading sizes are equal or 1."""
         plain, turned = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
-        layer = self.network.add_matrix_multiply(a, plain, b, turned if transpose_b else plain)
+        forms = (turned if transpose_a else plain, turned if transpose_b else plain)
+        layer = self.network.add_matrix_multiply(a, forms[0], b, forms[1])
         return self.added(layer, "matmul", a, b)
