@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import synthetic
 import torch
-from test_scheduler import MODEL, OPTIONS, alone, finish, request, scheduler
+from test_scheduler import MODEL, OPTIONS, REQUESTS, alone, finish, request, scheduler
 
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import EngineError, UserError
@@ -162,8 +162,8 @@ def test_random_traffic_with_common_prefixes(engine: Engine, kind: str) -> None:
     made, cache = caching(engine, kind, max_bytes=120_000)
     stems = [[choose.randint(2, 200) for _ in range(32)] for _ in range(3)]
     asked: dict[int, Request] = {}
-    while len(asked) < 60 or made.busy:
-        if len(asked) < 60 and choose.random() < 0.6:
+    while len(asked) < REQUESTS // 2 or made.busy:
+        if len(asked) < REQUESTS // 2 and choose.random() < 0.6:
             prompt = choose.choice(stems)[: choose.randint(1, 32)] + [
                 choose.randint(2, 200) for _ in range(choose.randint(1, 6))
             ]
