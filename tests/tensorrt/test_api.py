@@ -15,15 +15,21 @@ from trtllm_replayssm.compat import TensorRT
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROOT = Path(trtllm_replayssm.__file__).parent
-FOLDERS = (ROOT / "network" / "tensorrt", ROOT / "runtime" / "tensorrt")
+NETWORK, RUNTIME = ROOT / "network" / "tensorrt", ROOT / "runtime" / "tensorrt"
 #: recording.py asks nothing of TensorRT; it answers in its place.
-SOURCES = [ROOT / "compat.py", *(p for f in FOLDERS for p in sorted(f.glob("*.py")) if p.name != "recording.py")]
-#: Class of the objects that go by these names in the sources.
-OBJECTS = {
+SOURCES = [
+    ROOT / "compat.py",
+    *(path for folder in (NETWORK, RUNTIME) for path in sorted(folder.glob("*.py")) if path.name != "recording.py"),
+]
+#: Class of the objects that go by these names in the sources that make networks.
+BUILD_OBJECTS = {
     "network": "INetworkDefinition",
     "builder": "Builder",
     "config": "IBuilderConfig",
     "profile": "IOptimizationProfile",
+}
+#: The same in the sources that run plans.
+RUN_OBJECTS = {
     "runtime": "Runtime",
     "cuda_engine": "ICudaEngine",
     "context": "IExecutionContext",
@@ -45,20 +51,21 @@ AFTER_10_14 = {
 
 
 def uses(path: Path) -> Iterator[tuple[str, str]]:
-    """(object, member) of every attribute that is read from an object of OBJECTS or MODULES."""
+    """(class or module, member) of every attribute that is read from an object or module of those names."""
+    objects = RUN_OBJECTS if path.parent == RUNTIME else BUILD_OBJECTS
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
             owner = node.value
             name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-            if name in OBJECTS or name in MODULES:
-                yield name, node.attr
+            if name in objects or name in MODULES:
+                yield objects.get(name, "module"), node.attr
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_members_exist(path: Path) -> None:
     trt = tensorrt_bindings()
     for owner, member in uses(path):
-        target = getattr(trt, OBJECTS[owner]) if owner in OBJECTS else trt
+        target = trt if owner == "module" else getattr(trt, owner)
         # compat speaks of tensorrt_rtx as well, whose configs know more GPUs than the one at hand.
         if member not in ("num_compute_capabilities", "set_compute_capability"):
             assert hasattr(target, member), f"{path.name}: {owner}.{member}"
@@ -67,11 +74,12 @@ def test_members_exist(path: Path) -> None:
 def test_the_sources_are_read() -> None:
     found = {use for path in SOURCES for use in uses(path)}
     assert {
-        ("network", "add_matrix_multiply"),
-        ("builder", "build_serialized_network"),
-        ("profile", "set_shape"),
+        ("INetworkDefinition", "add_matrix_multiply"),
+        ("Builder", "build_serialized_network"),
+        ("IOptimizationProfile", "set_shape"),
+        ("IBuilderConfig", "clear_flag"),
+        ("module", "Weights"),
     } <= found
-    assert {("config", "clear_flag"), ("trt", "Weights")} <= found
 
 
 @pytest.mark.parametrize("member", AFTER_10_14)

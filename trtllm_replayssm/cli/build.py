@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_replayssm.cli.options import add_replay_arguments, path_argument
-from trtllm_replayssm.console import byte_progress, bytes_text, print_table
+from trtllm_replayssm.cli.phases import phase_progress
+from trtllm_replayssm.console import byte_progress, bytes_text, print_line, print_table
 
 if TYPE_CHECKING:
-    from trtllm_replayssm.runtime.engine_config import EngineConfig
+    from trtllm_replayssm.runtime.engine_config import BuildOptions, EngineConfig
+    from trtllm_replayssm.runtime.tensorrt.dry_run import DryRun
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,26 +25,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine_flavour",
-        default="embedded",
-        help="what runs the engine; embedded is this package with torch, on any CPU or CUDA device",
+        default="auto",
+        help="what runs the engine: tensorrt, on the kind of GPU that built it, or embedded, this package with torch on any "
+        "CPU or CUDA device; auto is tensorrt where TensorRT and a GPU are present",
     )
     parser.add_argument(
         "--max_batch_size", type=int, default=8, help="requests that run together, one slot of state each"
     )
     parser.add_argument(
         "--max_seq_len",
+        "--max_decoder_seq_len",
         type=int,
         help="most tokens of a request, prompt and output; by default 4096, or less where the model was trained for less",
     )
     parser.add_argument("--max_num_tokens", type=int, default=8192, help="most tokens of all requests in one step")
     add_replay_arguments(parser, overriding=True)
+    add_tensorrt_arguments(parser)
+
+
+def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("TensorRT", "For --engine_flavour tensorrt; names and meanings of trtllm-build.")
+    group.add_argument(
+        "--dry_run", action="store_true", help="show the network as a table and build nothing; works on any machine"
+    )
+    group.add_argument(
+        "--visualize_network",
+        type=path_argument,
+        metavar="DIR",
+        help="folder for the networks as ONNX, without weights",
+    )
+    group.add_argument(
+        "--opt_num_tokens",
+        type=int,
+        help="tokens of a prefill step that kernels are chosen for; by default max_num_tokens / max_batch_size",
+    )
+    group.add_argument(
+        "--gather_context_logits", action="store_true", help="a prefill can give the logits of all its tokens"
+    )
+    group.add_argument(
+        "--aliased_state",
+        action="store_true",
+        help="tell TensorRT which inputs and outputs are one memory, instead of only binding them to one address",
+    )
+    group.add_argument(
+        "--input_timing_cache", type=path_argument, help="measurements of an earlier build, to be quicker"
+    )
+    group.add_argument("--output_timing_cache", type=path_argument, help="file for this build's measurements")
+    group.add_argument(
+        "--profiling_verbosity",
+        choices=("layer_names_only", "detailed", "none"),
+        default="layer_names_only",
+        help="what the plan tells profilers of its layers",
+    )
+    group.add_argument(
+        "--strip_plan", action="store_true", help="leave the weights out of the plan; loading puts them back"
+    )
+    group.add_argument(
+        "--weight_streaming", action="store_true", help="weights that do not fit into the GPU stay on the host"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.build import build_engine
+
+    options = build_options(args)
+    if args.visualize_network is not None:
+        from trtllm_replayssm.runtime.tensorrt.dry_run import visualise
+
+        for path in visualise(args.checkpoint_dir, options, args.visualize_network):
+            log.info("network written to %s", path)
+    if args.dry_run:
+        from trtllm_replayssm.runtime.tensorrt.dry_run import dry_run
+
+        print_dry_run(dry_run(args.checkpoint_dir, options))
+        return 0
+    with byte_progress(f"building {args.output_dir}") as written, phase_progress() as phases:
+        config = build_engine(args.checkpoint_dir, args.output_dir, options, written, phases)
+    print_summary(args.output_dir, config)
+    return 0
+
+
+def build_options(args: argparse.Namespace) -> BuildOptions:
+    from trtllm_replayssm.network.tensorrt.options import PlanOptions
     from trtllm_replayssm.runtime.engine_config import BuildOptions
 
-    options = BuildOptions(
+    return BuildOptions(
         max_batch_size=args.max_batch_size,
         max_seq_len=args.max_seq_len,
         max_num_tokens=args.max_num_tokens,
@@ -49,11 +119,41 @@ def run(args: argparse.Namespace) -> int:
         state_dtype=args.state_dtype,
         ring_dtype=args.ring_dtype,
         replay_fold=args.replay_fold,
+        opt_num_tokens=args.opt_num_tokens,
+        gather_context_logits=args.gather_context_logits,
+        aliased_state=args.aliased_state,
+        plan=PlanOptions(
+            strip_plan=args.strip_plan,
+            weight_streaming=args.weight_streaming,
+            input_timing_cache=args.input_timing_cache,
+            output_timing_cache=args.output_timing_cache,
+            profiling_verbosity=args.profiling_verbosity,
+        ),
     )
-    with byte_progress(f"building {args.output_dir}") as report:
-        config = build_engine(args.checkpoint_dir, args.output_dir, options, report)
-    print_summary(args.output_dir, config)
-    return 0
+
+
+def print_dry_run(found: DryRun) -> None:
+    """Tables of every network's parts, tensors and sizes."""
+    for network in found.networks:
+        capability = "{}.{}".format(*network.capability)
+        print_line(f"{network.file}: for compute capability {capability}; checked by {network.checked_by}")
+        parts = [
+            (
+                row.scope,
+                ", ".join(f"{count} {kind.lower()}" for kind, count in sorted(row.layers.items()) if count),
+                ", ".join(row.plugins),
+                bytes_text(row.weight_bytes),
+                row.output,
+            )
+            for row in network.rows
+        ]
+        print_table("Layers", ("part", "layers", "plugin layers", "constants", "output"), parts)
+        print_table("Inputs and outputs", ("tensor", "", "shape"), network.tensors)
+    profiles = [
+        (name, *(f"{sizes[0]} to {sizes[2]}, usually {sizes[1]}" for sizes in profile.values()))
+        for name, profile in zip(("prefill", "decode", "verify"), found.profiles)
+    ]
+    print_table("Profiles", ("step", *found.profiles[0]), profiles)
 
 
 def print_summary(folder: Path, config: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""From a TensorRT-LLM checkpoint to an engine folder of the embedded flavour."""
+"""From a TensorRT-LLM checkpoint to an engine folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConf
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
 from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.network.tensorrt.options import Report
 from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
 from trtllm_replayssm.runtime.rank_files import (
     NO_FINGERPRINT,
@@ -23,6 +24,7 @@ from trtllm_replayssm.runtime.rank_files import (
     stamp,
     write_rank,
 )
+from trtllm_replayssm.runtime.tensorrt.plans import Target, tensorrt_builds_here, this_machine, write_plans
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +37,42 @@ def build_engine(
     output_dir: str | Path,
     options: BuildOptions | None = None,
     progress: Progress = lambda done, total, name: None,
+    phases: Report = lambda phase, done, total: None,
+    target: Target | None = None,
 ) -> EngineConfig:
     """Write an engine folder: config.json, ``rank{N}.engine`` and the tokenizer's files; returns what config.json says.
 
     The folder appears complete or not at all. An earlier engine in ``output_dir`` is replaced; anything else there is
-    refused. Memory stays small: weights are copied piece by piece.
+    refused. Memory stays small: weights are copied piece by piece, or read by TensorRT from the checkpoint's files.
 
+    progress: of copying, flavour embedded. phases: of TensorRT's builder. target: what TensorRT builds for; by default
+    this machine.
     Raises CheckpointError for a checkpoint that is not complete and sound, EngineError or UserError for options that
-    cannot work or an output folder that is in the way.
+    cannot work, a machine that cannot build, or an output folder that is in the way.
     """
-    source, target = Path(checkpoint_dir), Path(output_dir)
-    config = engine_config(CheckpointConfig.read(source), options or BuildOptions())
-    files = checked_files(source, config.checkpoint)
-    check_folders(source, target, is_engine)
-    check_space(target, sum(map(data_bytes, files)))
-    with staged_folder(target) as folder:
-        return write_engine(source, files, folder, config, progress)
+    source, output, options = Path(checkpoint_dir), Path(output_dir), options or BuildOptions()
+    config, files = read_checkpoint(source, options)
+    check_folders(source, output, is_engine)
+    check_space(output, sum(map(data_bytes, files)))
+    if config.engine_flavour == "tensorrt":
+        # Before a folder is made: most machines cannot.
+        target = target or this_machine(options.aliased_state)
+    with staged_folder(output) as folder:
+        if target is not None and config.engine_flavour == "tensorrt":
+            config = write_plans(source, folder, config, options, target, phases)
+        else:
+            config = write_weights(files, folder, config, progress)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+def read_checkpoint(folder: Path, options: BuildOptions) -> tuple[EngineConfig, list[SafetensorsFile]]:
+    """What the options mean for the checkpoint in ``folder``, and its checked rank files."""
+    config = engine_config(CheckpointConfig.read(folder), options)
+    return config, checked_files(folder, config.checkpoint)
 
 
 def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> EngineConfig:
@@ -59,13 +81,15 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
     max_seq_len = options.max_seq_len or min(trained or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if trained is not None and max_seq_len > trained:
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
-    replay = options.replay(checkpoint.replay)
+    replay, flavour = options.replay(checkpoint.replay), options.engine_flavour
+    if flavour == "auto":
+        flavour = "tensorrt" if tensorrt_builds_here() else "embedded"
     return EngineConfig(
         checkpoint=replace(checkpoint, replay=replay),
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=options.max_num_tokens,
-        engine_flavour=options.engine_flavour,
+        engine_flavour=flavour,
     )
 
 
@@ -88,14 +112,12 @@ def checked_files(folder: Path, config: CheckpointConfig) -> list[SafetensorsFil
 
 def is_engine(folder: Path) -> bool:
     """Whether the folder holds an engine that this program, of whatever version, has built, and nothing else."""
-    config = own_config(folder, r"rank\d+\.engine")
+    config = own_config(folder, r"rank\d+(\.mtp)?\.engine|rank\d+\.state\.safetensors")
     return config is not None and "build_config" in config and "replayssm" in config
 
 
-def write_engine(
-    source: Path, files: list[SafetensorsFile], folder: Path, config: EngineConfig, progress: Progress
-) -> EngineConfig:
-    """Write all files of the engine into the empty ``folder``; returns the config with fingerprint and sizes."""
+def write_weights(files: list[SafetensorsFile], folder: Path, config: EngineConfig, progress: Progress) -> EngineConfig:
+    """Write the weights of every rank into the empty ``folder``; returns the config with fingerprint and sizes."""
     total, done = sum(map(data_bytes, files)), 0
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     targets = [folder / engine_file(rank) for rank in range(config.world_size)]
@@ -116,9 +138,4 @@ def write_engine(
     for target in targets:
         stamp(target, digest.hexdigest())
     sizes = tuple(target.stat().st_size for target in targets)
-    config = replace(config, fingerprint=digest.hexdigest(), rank_bytes=sizes)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    return config
+    return replace(config, fingerprint=digest.hexdigest(), rank_bytes=sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
+from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.tensorrt.record import PlanRecord
 
+#: What runs an engine: this package with torch, or TensorRT. ``auto`` is TensorRT where it can build.
+FLAVOURS = ("embedded", "tensorrt")
 #: Version of the engine folder's layout.
 ENGINE_FORMAT = 1
 #: Longest sequence of an engine that was built without ``max_seq_len``: the trained maximum of hybrid models (often
@@ -35,7 +39,11 @@ class BuildOptions:
     max_seq_len: most tokens of a request, prompt and output; None for the smaller of what the model was trained for and
         DEFAULT_MAX_SEQ_LEN.
     max_num_tokens: most tokens of all requests in one prefill step.
+    engine_flavour: one of FLAVOURS, or auto.
     replay_window, max_draft_len, state_dtype, ring_dtype, replay_fold: instead of the checkpoint's (replay.ReplayConfig).
+    Of the flavour tensorrt only: opt_num_tokens, the tokens of a prefill step that its kernels are chosen for; None for
+        EngineConfig.prefill_chunk. gather_context_logits: a prefill can give every token's logits. aliased_state: tell
+        TensorRT which pools are one memory, in and out. plan: what is asked of its builder.
     """
 
     max_batch_size: int = 8
@@ -47,10 +55,15 @@ class BuildOptions:
     state_dtype: str | None = None
     ring_dtype: str | None = None
     replay_fold: str | None = None
+    opt_num_tokens: int | None = None
+    gather_context_logits: bool = False
+    aliased_state: bool = False
+    plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
-        check_flavour(self.engine_flavour)
-        for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
+        if self.engine_flavour != "auto":
+            check_flavour(self.engine_flavour)
+        for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "opt_num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
@@ -69,14 +82,8 @@ class BuildOptions:
 
 def check_flavour(flavour: str) -> None:
     """Raises EngineError for engines that this version neither builds nor loads."""
-    if flavour == "embedded":
-        return
-    if flavour == "tensorrt":
-        raise EngineError(
-            "engine flavour tensorrt is not in this version, which builds and loads the embedded flavour only",
-            "use --engine_flavour embedded",
-        )
-    raise EngineError(f"engine flavour {flavour!r} is not known", "use --engine_flavour embedded")
+    if flavour not in FLAVOURS:
+        raise EngineError(f"engine flavour {flavour!r} is not known", f"use --engine_flavour {' or '.join(FLAVOURS)}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class EngineConfig:
 
     checkpoint: the model, with the ReplaySSM options that the build settled on. fingerprint: names this build in every
     rank file. rank_bytes: sizes of the rank files, none before they are written. package_version, torch_version: of the
-    program that built it.
+    program that built it. tensorrt: of the flavour tensorrt, its plans; None before they are built.
 
     Raises EngineError for limits that no build has: with them, steps would take no tokens and never end.
     """
@@ -99,6 +106,7 @@ class EngineConfig:
     rank_bytes: tuple[int, ...] = ()
     package_version: str = trtllm_replayssm.__version__
     torch_version: str = torch.__version__
+    tensorrt: PlanRecord | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
@@ -156,6 +164,7 @@ class EngineConfig:
         }
 
     def to_dict(self) -> dict[str, Any]:
+        plans = {} if self.tensorrt is None else {"tensorrt": self.tensorrt.to_dict()}
         return {
             "version": self.package_version,
             "pretrained_config": self.checkpoint.to_dict(),
@@ -168,6 +177,7 @@ class EngineConfig:
                 "engine_flavour": self.engine_flavour,
                 "fingerprint": self.fingerprint,
                 "rank_bytes": list(self.rank_bytes),
+                **plans,
             },
         }
 
@@ -204,6 +214,7 @@ class EngineConfig:
                 rank_bytes=tuple(ours["rank_bytes"]),
                 package_version=ours["package_version"],
                 torch_version=ours["torch_version"],
+                tensorrt=PlanRecord.from_dict(ours["tensorrt"]) if ours["engine_flavour"] == "tensorrt" else None,
             )
             if len(config.rank_bytes) != config.world_size:
                 raise EngineError(f"it has {len(config.rank_bytes)} rank_bytes for {config.world_size} rank(s)")

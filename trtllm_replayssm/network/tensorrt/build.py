@@ -30,12 +30,14 @@ class StepSizes:
 
     max_batch_size: most rows of a decode or verify step. verify_tokens: tokens of a row in a verify step, 1 without drafts.
     prefill_tokens: most tokens of a prefill step, which has one row. prefill_logits: most of its tokens that get logits.
+    usual_prefill: tokens of a prefill step that kernels are chosen for; None for the most.
     """
 
     max_batch_size: int
     verify_tokens: int
     prefill_tokens: int
     prefill_logits: int = 1
+    usual_prefill: int | None = None
 
     def profiles(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """Least, usual and most value of every dynamic size, for PREFILL, DECODE and VERIFY; never zero.
@@ -43,8 +45,8 @@ class StepSizes:
         Decoding and verifying have a profile each, in which T has one value: their kernels are compiled for it. A row with
         fewer drafts is padded.
         """
-        rows, prefill = self.max_batch_size, self.prefill_tokens
-        steps = [{"rows": (1, 1, 1), "tokens": (1, prefill, prefill), "logits": (1, 1, self.prefill_logits)}]
+        rows, prefill, usual = self.max_batch_size, self.prefill_tokens, self.usual_prefill or self.prefill_tokens
+        steps = [{"rows": (1, 1, 1), "tokens": (1, usual, prefill), "logits": (1, 1, self.prefill_logits)}]
         for count in sorted({1, self.verify_tokens}):
             steps.append({"rows": (1, rows, rows), "tokens": (count,) * 3, "logits": (1, count, count)})
         return tuple(steps)
@@ -132,7 +134,7 @@ def emit_step(
         hidden = emitter.input("previous_hidden", model.activation, (DYNAMIC, DYNAMIC, model.hidden_size))
     for name, output in model.forward(net, token_ids, hidden).items():
         emitter.mark_output(output, name)
-    caches = (pool.shape[1] for pool in model.pools.values() if pool.kind == "kv")
+    caches = (pool.positions for pool in model.pools.values() if pool.kind == "kv")
     return EmittedStep(emitter, weights, min(caches, default=math.inf))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from trtllm_replayssm.network.tensorrt.build import EmittedStep
+from trtllm_replayssm.network.tensorrt.emitter import Emitter
 from trtllm_replayssm.plugins import PLUGIN_NAMESPACE
 
 
@@ -34,15 +36,21 @@ def describe_network(step: EmittedStep) -> list[ScopeRow]:
         layer = network.get_layer(index)
         scope, _, _ = layer.name.rpartition("/")
         row = rows.setdefault(scope, ScopeRow(scope))
-        kind, output = emitter.trt.ILayer.type.__get__(layer).name, layer.get_output(0)
+        kind, output = layer_kind(emitter, layer), layer.get_output(0)
         if kind == "CONSTANT":
             row.weight_bytes += math.prod(output.shape) * emitter.dtype(output).itemsize
         else:
-            row.layers[kind] += 1
+            # Plugin layers are listed below, by name and also where the network was cut at them.
+            row.layers[kind] += kind != "PLUGIN_V3"
             row.output = shape_text(emitter.dtype(output), tuple(output.shape))
     for scope, kind in emitter.plugin_layers:
         rows.setdefault(scope, ScopeRow(scope)).plugins.append(f"{PLUGIN_NAMESPACE}::{kind}")
     return list(rows.values())
+
+
+def layer_kind(emitter: Emitter, layer: Any) -> str:
+    """TensorRT's name of a layer's type; some interfaces hide it behind a ``type`` of their own."""
+    return emitter.trt.ILayer.type.__get__(layer).name
 
 
 def describe_tensors(step: EmittedStep) -> list[tuple[str, str, str]]:

@@ -50,8 +50,10 @@ class RecordedTensor:
 class RecordedLayer:
     """Stands for ILayer and its subclasses. Attributes that decide shapes are set before the first output is asked for."""
 
-    def __init__(self, kind: str, inputs: Sequence[Any], infer: Callable[[Any], Outputs], **attributes: Any) -> None:
-        self.type, self.name = SimpleNamespace(name=kind), f"{kind.lower()} without a name"
+    def __init__(
+        self, index: int, kind: str, inputs: Sequence[Any], infer: Callable[[Any], Outputs], **attributes: Any
+    ) -> None:
+        self.index, self.type, self.name = index, SimpleNamespace(name=kind), ""
         self.inputs, self.infer = list(inputs), infer
         self.outputs: list[RecordedTensor] | None = None
         vars(self).update(attributes)
@@ -78,7 +80,9 @@ class RecordedLayer:
     def made(self) -> list[RecordedTensor]:
         if self.outputs is None:
             inferred = self.infer(self)
-            self.outputs = [RecordedTensor(f"{self.name}:{i}", *output) for i, output in enumerate(inferred)]
+            self.outputs = [
+                RecordedTensor(f"layer {self.index} output {i}", *output) for i, output in enumerate(inferred)
+            ]
         return self.outputs
 
     def get_output(self, place: int) -> RecordedTensor:
@@ -92,8 +96,8 @@ class RecordedAttention(RecordedLayer):
         self.first = first
         self.mask = self.key_value_lengths = None
         self.decomposable = False
-        (self.output,) = first.made()
-        super().__init__("ATTENTION_OUTPUT", (self.output,), lambda _: [(self.output.dtype, self.output.shape)])
+        (inner,) = first.made()
+        super().__init__(first.index + 1, "ATTENTION_OUTPUT", (inner,), lambda _: [(inner.dtype, inner.shape)])
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -124,7 +128,7 @@ class RecordedNetwork:
         return self.network_outputs[place]
 
     def add(self, kind: str, inputs: Sequence[Any], infer: Callable[[Any], Outputs], **attributes: Any) -> Any:
-        self.layers.append(RecordedLayer(kind, inputs, infer, **attributes))
+        self.layers.append(RecordedLayer(self.num_layers, kind, inputs, infer, **attributes))
         return self.layers[-1]
 
     def same(self, kind: str, inputs: Sequence[Any], **attributes: Any) -> Any:
