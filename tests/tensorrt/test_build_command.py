@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import synthetic
 import torch
+
+# Before the bindings of test_a_builder_that_cannot_be_had, whose libraries define the same names.
+pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+
 from lean_runtime import missing, tensorrt_bindings
 
 from trtllm_replayssm import compat
@@ -93,7 +97,6 @@ def test_dry_run_needs_no_tensorrt(checkpoint: Path, tmp_path: Path, capsys: pyt
 
 def test_dry_run_of_tensorrt_rtx_shows_the_same_network(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cut at the plugin layers, whose rows differ by what cutting adds."""
-    pytest.importorskip("tensorrt_rtx_bindings")
     monkeypatch.setattr(compat, "MODULES", compat.MODULES | {"tensorrt": ("no_such_module",)})
     (genuine,) = dry_run(checkpoint, OPTIONS).networks
     monkeypatch.setattr(compat, "MODULES", {"tensorrt": ("no_such_module",), "tensorrt_rtx": ("nor_this_one",)})

@@ -85,7 +85,9 @@ def any_machine(aliased: bool) -> Target:
         return this_machine(aliased)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else SHOWN_CAPABILITY
     try:
-        return genuine(load_tensorrt(("tensorrt_rtx",)), capability, aliased)
+        target = genuine(load_tensorrt(("tensorrt_rtx",)), capability, aliased)
+        target.network()
+        return target
     except EngineError:
         recording = recording_tensorrt()
         return Target(recording, capability, RecordedPlugins, lambda: (recorded_network(recording), None))
