@@ -229,6 +229,5 @@ NEEDS: dict[str, tuple[str, ...]] = {
 #: Capabilities that no machine has yet.
 NOT_IN_THIS_VERSION: dict[str, str] = {
     "TensorRT engine": "it builds the embedded flavour only",
-    "trtllm-build": "it brings no model class for trtllm-build",
     "Triton server": "it brings no Triton model repository",
 }

@@ -1,0 +1,75 @@
+"""trtllm-build as a command: a shim on its command line, workers in processes of their own, and where it does not exist."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.replay import ReplayConfig
+
+HERE = Path(__file__).parent
+LAYERS = (Mamba2(4, 8, 16, 2, 4, 1e-5), Attention(4, 2, 16, 0.25))
+
+
+def trtllm_build(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The stand-in's command, as the real one is called."""
+    folders = [HERE / "stand_in", HERE, HERE.parent / "tensorrt", HERE.parent]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tensorrt_llm.commands.build", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_two_workers_build_two_ranks(tmp_path: Path) -> None:
+    """Workers are spawned: they find the class by its module, and the config's class through the registration."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+    model = synthetic.decoder(LAYERS)
+    checkpoint = synthetic.write_checkpoint(
+        tmp_path / "checkpoint", model, tp_size=2, dtype="bfloat16", replay=ReplayConfig(window=8, max_draft_len=1)
+    )
+    engine, shim = tmp_path / "engine", HERE / "cut_shim.py"
+    files = ("--checkpoint_dir", checkpoint, "--output_dir", engine, "--model_cls_file", shim)
+    sizes = ("--max_batch_size", "2", "--max_seq_len", "63", "--max_num_tokens", "32")
+    done = trtllm_build(*files, "--model_cls_name", "CutForCausalLM", *sizes, "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in engine.iterdir()) == ["config.json", "rank0.engine", "rank1.engine"]
+    written = json.loads((engine / "config.json").read_text())
+    assert written["build_config"]["max_seq_len"] == 63
+    described = CheckpointConfig.from_dict(written["pretrained_config"], "engine")
+    assert described == CheckpointConfig.read(checkpoint)
+
+
+def test_without_tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "trtllm_replayssm.trtllm.model_cls", raising=False)
+    with pytest.raises(EngineError, match=r"^tensorrt-llm is not installed$") as error:
+        importlib.import_module("trtllm_replayssm.trtllm.model_cls")
+    assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint
+
+
+def test_with_a_tensorrt_llm_that_builds_no_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from 1.3 on: the package is there, its builder is not."""
+    package = tmp_path / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    information = tmp_path / "tensorrt_llm-1.4.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: 1.4.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("tensorrt_llm", "trtllm_replayssm.trtllm.model_cls"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(
+        EngineError, match=r"^tensorrt-llm 1\.4\.0 has no trtllm-build: .* removed after 1\.2$"
+    ) as error:
+        importlib.import_module("trtllm_replayssm.trtllm.model_cls")
+    assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint
+    monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)

@@ -1,0 +1,28 @@
+"""Whether the tensorrt-llm at hand has the engine builder that the model classes are for."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from trtllm_replayssm.errors import EngineError, pip_extra
+
+BUILD_INSTEAD = "trtllm-replayssm build --engine_flavour tensorrt builds the same checkpoint without it"
+
+
+def require_engine_builder() -> None:
+    """Raises EngineError unless tensorrt-llm is installed and still builds engines."""
+    if find_spec("tensorrt_llm") is None:
+        raise EngineError("tensorrt-llm is not installed", f"{BUILD_INSTEAD}; or {pip_extra('trtllm')}")
+    if find_spec("tensorrt_llm.builder") is None:
+        raise EngineError(
+            f"tensorrt-llm {installed_version()} has no trtllm-build: its engine builder was removed after 1.2",
+            f"{BUILD_INSTEAD}; or install tensorrt-llm 1.2",
+        )
+
+
+def installed_version() -> str:
+    try:
+        return version("tensorrt-llm")
+    except PackageNotFoundError:
+        return "(of unknown version)"
