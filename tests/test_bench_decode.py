@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from test_scheduler import MODEL, OPTIONS
 
 from trtllm_replayssm.bench.decode import WARM_STEPS, decode_timing, decode_timings, modes, with_replay
 from trtllm_replayssm.bench.plots import plot_shares, plot_throughput
+from trtllm_replayssm.bench.profile import Kernel, account, part_of, step_profiles
+from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import Cursor
 from trtllm_replayssm.replay import ReplayConfig
@@ -84,3 +87,66 @@ def test_shares_are_drawn(tmp_path: Path) -> None:
         tmp_path / "shares.png", {1024: {"ssm": 0.6, "attention": 0.4}, 4096: {"ssm": 0.2, "attention": 0.8}}, "t"
     )
     assert (tmp_path / "shares.png").read_bytes().startswith(PNG)
+
+
+def test_kernels_belong_to_parts() -> None:
+    names = {
+        "mamba2_step": "recurrence",
+        "causal_conv": "recurrence",
+        "decode_attention": "attention",
+        "void pytorch_flash::flash_fwd_splitkv_kernel": "attention",
+        "grouped_linear": "experts",
+        "nvjet_tst_64x8_64x16_2x1_v_bz_TNT": "linear",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>": "linear",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
+        "void at::native::elementwise_kernel": "other",
+    }
+    assert {name: part_of(name) for name in names} == names
+
+
+def test_time_is_counted_once_and_gaps_are_what_is_left() -> None:
+    kernels = [
+        Kernel("kda", 10, 14),
+        Kernel("gemm", 12, 20),  # 4 to 6 of it beside the one before
+        Kernel("copy", 13, 15),  # hidden behind both
+        Kernel("rms_norm", 23, 24),
+    ]
+    found = account(reversed(kernels))
+    assert found["recurrence"] == 4
+    assert found["linear"] == 6
+    assert found["other"] == 1
+    assert found["gaps"] == 3
+    assert sum(found.values()) == 14
+    assert sum(account([]).values()) == 0
+
+
+def test_profiles_need_a_gpu(engine: Engine) -> None:
+    with pytest.raises(UserError, match="told apart by their kernels"):
+        list(step_profiles(engine, modes(engine.config.replay)[1], 2, [10]))
+
+
+def test_command_compares_modes_and_draws(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, plots = tmp_path / "report.json", tmp_path / "plots"
+    words = [
+        "bench",
+        "--engine_dir",
+        str(engine.folder),
+        "--decode_batch_sizes",
+        "1",
+        "2",
+        "--context_len",
+        "9",
+        "--steps",
+        "6",
+    ]
+    assert main([*words, "--report_json", str(report), "--plot_dir", str(plots)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("standard", "replayssm", "speculative", "tokens/s"))
+    data = json.loads(report.read_text())
+    assert [t["batch_size"] for t in data["decode_timings"]] == [1, 1, 1, 2, 2, 2]
+    assert data["step_profiles"] == []
+    assert (plots / "decode_throughput.png").read_bytes().startswith(PNG)
+    assert main([*words, "--accepted", "7"]) == 1
+    assert "cannot keep 7 tokens" in capsys.readouterr().err
+    assert main([*words[:3], "--profile_context_lens", "9"]) == 1
+    assert "on a machine with a GPU" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def decode_timings(
     Raises UserError for sizes that make no sense, EngineError where the device has not enough memory.
     """
     for name, values in (("batch_sizes", batch_sizes), ("context_len", [context_len]), ("steps", [steps])):
-        if min(values) < 1:
+        if min(values, default=1) < 1:
             raise UserError(f"{name} is {min(values)}; it must be 1 or more")
     for batch_size in batch_sizes:
         for mode in chosen:
@@ -97,22 +97,9 @@ def decode_timings(
 
 def decode_timing(session: Session, mode: Mode, context_len: int, steps: int) -> DecodeTiming:
     """Times whole windows of steps of every slot. Raises UserError when they do not fit the engine's max_seq_len."""
-    window, batch_size = mode.replay.window, session.max_batch_size
-    cycle = max(1, window // mode.accepted)
+    cycle = max(1, mode.replay.window // mode.accepted)
     steps = -(-steps // cycle) * cycle
-    longest = context_len + window + (WARM_STEPS + steps) * mode.accepted + mode.tokens
-    if longest > session.engine.config.max_seq_len:
-        raise UserError(
-            f"{steps} steps after {context_len} tokens need room for {longest}, and max_seq_len is"
-            f" {session.engine.config.max_seq_len}",
-            "build the engine with a larger --max_seq_len",
-        )
-    for slot in range(batch_size):
-        waiting = slot % window
-        session.place(slot, SlotCursors(context_len + waiting, context_len, context_len + waiting))
-    step = decode_step(session, mode)
-    for _ in range(WARM_STEPS):
-        step()
+    step = prepared_step(session, mode, context_len, steps)
     times = []
     synchronise(session)
     start = last = time.perf_counter()
@@ -125,21 +112,36 @@ def decode_timing(session: Session, mode: Mode, context_len: int, steps: int) ->
     seconds = time.perf_counter() - start
     spread = milliseconds(times)
     assert spread is not None
-    rate = batch_size * steps * mode.accepted / seconds
-    return DecodeTiming(mode.name, batch_size, context_len, steps, rate, spread, session.engine.config.slot_bytes())
+    rate, slot_bytes = session.max_batch_size * steps * mode.accepted / seconds, session.engine.config.slot_bytes()
+    return DecodeTiming(mode.name, session.max_batch_size, context_len, steps, rate, spread, slot_bytes)
 
 
-def decode_step(session: Session, mode: Mode) -> Callable[[], None]:
-    """A function that runs one step of every slot, reads its tokens back, and commits as many as the mode keeps."""
-    rows = session.max_batch_size
-    tokens = torch.full((rows, mode.tokens), 1, dtype=torch.int32)
-    accepted = [mode.accepted] * rows
+def prepared_step(session: Session, mode: Mode, context_len: int, steps: int) -> Callable[[], None]:
+    """A function that runs one step of every slot, reads its tokens back, and commits as many as the mode keeps.
+
+    It has run WARM_STEPS times, and every slot held ``context_len`` tokens and 0 to ``window - 1`` in its ring before that.
+    Raises UserError when ``steps`` more do not fit the engine's max_seq_len.
+    """
+    window, rows = mode.replay.window, session.max_batch_size
+    longest = context_len + window + (WARM_STEPS + steps) * mode.accepted + mode.tokens
+    if longest > session.engine.config.max_seq_len:
+        raise UserError(
+            f"{steps} steps after {context_len} tokens need room for {longest}, and max_seq_len is"
+            f" {session.engine.config.max_seq_len}",
+            "build the engine with a larger --max_seq_len",
+        )
+    for slot in range(rows):
+        waiting = slot % window
+        session.place(slot, SlotCursors(context_len + waiting, context_len, context_len + waiting))
+    tokens, accepted = torch.ones(rows, mode.tokens, dtype=torch.int32), [mode.accepted] * rows
 
     def step() -> None:
         chosen = session.step(tokens).argmax(-1)
         tokens.copy_(chosen)
         session.commit(0, accepted)
 
+    for _ in range(WARM_STEPS):
+        step()
     return step
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import trtllm_replayssm
 from trtllm_replayssm.bench.measures import Percentiles, Record, milliseconds
+from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.session import Session
 
 #: Version of the JSON report's layout.
@@ -27,8 +28,8 @@ CSV_COLUMNS = (
 )
 
 
-def engine_info(session: Session) -> dict[str, Any]:
-    engine, config = session.engine, session.engine.config
+def engine_info(engine: Engine) -> dict[str, Any]:
+    config = engine.config
     return {
         "model": config.checkpoint.hf_architecture,
         "model_path": str(engine.folder),
@@ -77,7 +78,7 @@ def requests_report(
     assert ttft is not None
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "engine": engine_info(session),
+        "engine": engine_info(session.engine),
         "machine": machine,
         "world_info": {
             "tp_size": config.world_size,

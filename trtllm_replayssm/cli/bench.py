@@ -1,6 +1,8 @@
-"""Measures an engine: throughput and latency of requests, random ones or those of a data set.
+"""Measures an engine: requests with their latencies, or decode steps by batch size, or the parts of a step.
 
-Latencies are TTFT, TPOT, ITL and end to end, as trtllm-bench defines them; every request runs to its full length.
+Without more options, random requests or those of a data set run to their full length; latencies are TTFT, TPOT, ITL and end to
+end, as trtllm-bench defines them. With --decode_batch_sizes the same weights decode as an ordinary engine, with ReplaySSM, and
+with ReplaySSM and speculation. With --profile_context_lens a GPU's time in a step is divided into its parts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
     from trtllm_replayssm.bench.workload import Item
+    from trtllm_replayssm.runtime.engine import Engine
     from trtllm_replayssm.runtime.scheduler import Scheduler
     from trtllm_replayssm.runtime.session import Session
 
@@ -53,6 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="keep so many tokens of every verify step, whatever the model says: speed without a trained model",
     )
+    steps = parser.add_argument_group("decode steps instead of requests")
+    steps.add_argument(
+        "--decode_batch_sizes", type=int, nargs="+", metavar="N", help="compare the modes at these sizes"
+    )
+    steps.add_argument("--profile_context_lens", type=int, nargs="+", metavar="N", help="parts of a step, on a GPU")
+    steps.add_argument("--context_len", type=int, default=1024, help="tokens that every request holds at first")
+    steps.add_argument("--steps", type=int, default=64, help="steps of one measurement, rounded up to whole windows")
+    steps.add_argument("--batch_size", type=int, help="requests of a profiled step; by default all slots of the engine")
+    steps.add_argument("--draft_len", type=int, default=3, help="drafts of a speculative step")
+    steps.add_argument("--accepted", type=int, default=3, help="tokens that a speculative step keeps")
+    parser.add_argument("--plot_dir", type=path_argument, help="folder for PNG plots of decode steps")
     parser.add_argument("--report_json", type=path_argument, help="file to write, in the shape of trtllm-bench's")
     parser.add_argument("--report_csv", type=path_argument, help="file to write, a row a request")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
@@ -89,21 +103,66 @@ def bench_on_rank(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Load the engine, or this process's rank of it, run the requests, and report on rank 0."""
+    from trtllm_replayssm.runtime.engine import Engine
+    from trtllm_replayssm.runtime.ranks import lost_ranks
+
+    if args.plot_dir is not None:
+        from trtllm_replayssm.bench.plots import check_matplotlib
+
+        check_matplotlib()
+    engine = Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl)
+    with lost_ranks(engine.config.world_size):
+        if args.decode_batch_sizes is not None or args.profile_context_lens is not None:
+            return bench_steps(args, engine)
+        return bench_requests(args, engine)
+
+
+def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
+    from trtllm_replayssm.bench.decode import decode_timings, modes
+    from trtllm_replayssm.bench.machine import machine_info
+    from trtllm_replayssm.bench.plots import plot_shares, plot_throughput
+    from trtllm_replayssm.bench.profile import step_profiles
+    from trtllm_replayssm.bench.steps_report import profile_rows, steps_report, timing_rows
+
+    chosen = modes(engine.config.replay, args.draft_len, args.accepted)
+    timings = list(decode_timings(engine, args.decode_batch_sizes or (), args.context_len, chosen, args.steps))
+    size, lengths = args.batch_size or engine.config.max_batch_size, args.profile_context_lens or ()
+    profiles = [found for mode in chosen for found in step_profiles(engine, mode, size, lengths, args.steps)]
+    if engine.rank != 0:
+        return 0
+    machine = machine_info(engine.device)
+    where = f"{engine.config.checkpoint.hf_architecture} on {machine['name']}"
+    plots = args.plot_dir
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+    if timings:
+        print_table(f"decode after {args.context_len} tokens, {where}", *timing_rows(timings))
+        if plots is not None:
+            plot_throughput(plots / "decode_throughput.png", timings, where)
+    if profiles:
+        print_table(f"milliseconds of a step by part, {size} requests, {where}", *profile_rows(profiles))
+    for mode in chosen:
+        shares = {found.context_len: found.shares for found in profiles if found.mode == mode.name}
+        if plots is not None and shares:
+            plot_shares(plots / f"step_shares_{mode.name}.png", shares, f"{mode.name}, {size} requests, {where}")
+    report = steps_report(engine, machine, settings(args), timings, profiles)
+    write({args.report_json: json.dumps(report, indent=2) + "\n"})
+    return 0
+
+
+def bench_requests(args: argparse.Namespace, engine: Engine) -> int:
     from trtllm_replayssm.bench.driver import run_requests
     from trtllm_replayssm.bench.machine import machine_info
     from trtllm_replayssm.bench.report import requests_csv, requests_report, table_rows
-    from trtllm_replayssm.runtime.engine import Engine
-    from trtllm_replayssm.runtime.ranks import lost_ranks
     from trtllm_replayssm.runtime.session import Session
 
-    session = Session(Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl))
+    session = Session(engine)
     items = workload(args, session)
     scheduler, mode = scheduler_for(args, session)
-    with lost_ranks(session.engine.config.world_size):
-        if args.warmup:
-            run_requests(scheduler, (items * args.warmup)[: args.warmup])
-        scheduler = scheduler_for(args, session)[0]
-        records = run_requests(scheduler, items, args.request_rate, args.concurrency, args.random_seed)
+    if args.warmup:
+        run_requests(scheduler, (items * args.warmup)[: args.warmup])
+    scheduler = scheduler_for(args, session)[0]
+    records = run_requests(scheduler, items, args.request_rate, args.concurrency, args.random_seed)
     if session.engine.rank != 0:
         return 0
     report = requests_report(session, records, mode, settings(args), machine_info(session.engine.device))
