@@ -11,13 +11,16 @@ import torch
 FLUSH_BYTES = 256 << 20
 #: Bytes that the launches of one graph should touch together, and how many they may be.
 ROTATED_BYTES, MOST_LAUNCHES = 320 << 20, 96
+#: What touches this much leaves no cache warm and takes long enough for a graph of two.
+LARGE_BYTES = 1 << 30
 #: Clock cycles the device waits before a measurement, so that the host has queued it whole.
 HEAD_START_CYCLES = 150_000
 
 
 def launches_for(bytes_each: int) -> int:
     """How many launches on different tensors to capture when one touches ``bytes_each``."""
-    return max(4, min(MOST_LAUNCHES, -(-ROTATED_BYTES // bytes_each)))
+    fewest = 4 if bytes_each < LARGE_BYTES else 2
+    return max(fewest, min(MOST_LAUNCHES, -(-ROTATED_BYTES // bytes_each)))
 
 
 class Timer:

@@ -2,4 +2,5 @@
 site=$(mktemp -d)
 mkdir "$site/trtllm_replayssm"
 ln -s "$PWD"/trtllm_replayssm/* "$PWD/plugins" "$PWD/builders" "$site/trtllm_replayssm/"
+ln -s "$PWD/benchmarks" "$site/"
 export PYTHONPATH="$site:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}"
