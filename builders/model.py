@@ -6,7 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtllm_replayssm.builders.layers import attention, gated_delta, kda, mamba2, mla, mlp, moe, side_by_side  # noqa: F401  (kinds)
+from trtllm_replayssm.builders.layers import (  # noqa: F401  (kinds)
+    attention,
+    gated_delta,
+    kda,
+    mamba2,
+    mla,
+    mlp,
+    moe,
+    ngram,
+    side_by_side,
+)
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions, StreamLayer, layer_from_dict, to_dict
 from trtllm_replayssm.builders.parallel import Parameter, Segment
 from trtllm_replayssm.builders.streams import Streams

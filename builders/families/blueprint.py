@@ -11,6 +11,7 @@ from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
+from trtllm_replayssm.builders.streams import Streams
 from trtllm_replayssm.errors import CheckpointError
 
 #: Pairs of fields of which the first is a multiple of the second, by kind of layer.
@@ -26,11 +27,15 @@ Sources = dict[str, Source]
 
 @dataclass(frozen=True)
 class Branch:
-    """One residual branch: its input norm's tensor, its layer, and the layer's sources."""
+    """One residual branch: its norm's tensor, its layer, and the layer's sources.
 
-    norm: str
+    norm: None between streams that need none. streams: sources of its mixing of the residual streams.
+    """
+
+    norm: str | None
     layer: Layer
     sources: Sources
+    streams: Sources = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,20 +51,25 @@ class MtpBlueprint:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The whole model. embedding, final_norm and head are tensor names; the other fields are HybridDecoder's."""
+    """The whole model. embedding, final_norm and head are tensor names; the other fields are HybridDecoder's.
+
+    final_norm: None where the streams are brought together without one. stream_sources: of what does that.
+    """
 
     vocab_size: int
     hidden_size: int
     norm_epsilon: float
     branches: tuple[Branch, ...]
     embedding: str
-    final_norm: str
+    final_norm: str | None
     head: str
     tie_embeddings: bool = False
     norm_zero_centred: bool = False
     residual_float32: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    streams: Streams | None = None
+    stream_sources: Sources = field(default_factory=dict)
     mtp: MtpBlueprint | None = None
     #: Beginnings of tensor names that are left out on purpose, with the reason.
     dropped: dict[str, str] = field(default_factory=dict)
@@ -112,6 +122,7 @@ class BlueprintFamily(Family):
             residual_float32=b.residual_float32,
             embedding_scale=b.embedding_scale,
             logits_scale=b.logits_scale,
+            streams=b.streams,
             mtp=None if b.mtp is None else Mtp(tuple(branch.layer for branch in b.mtp.branches)),
         )
 
@@ -119,7 +130,9 @@ class BlueprintFamily(Family):
         b = self.blueprint
         named = {"transformer.vocab_embedding.weight": Source((b.embedding,))}
         named |= branch_sources("transformer.layers", b.branches)
-        named["transformer.ln_f.weight"] = Source((b.final_norm,))
+        named |= {f"transformer.streams.{name}": source for name, source in b.stream_sources.items()}
+        if b.final_norm is not None:
+            named["transformer.ln_f.weight"] = Source((b.final_norm,))
         if not b.tie_embeddings:
             named["lm_head.weight"] = Source((b.head,))
         if b.mtp is not None:
@@ -180,7 +193,9 @@ class BlueprintFamily(Family):
 def branch_sources(prefix: str, branches: tuple[Branch, ...]) -> dict[str, Source]:
     named = {}
     for i, branch in enumerate(branches):
-        named[f"{prefix}.{i}.norm.weight"] = Source((branch.norm,))
+        if branch.norm is not None:
+            named[f"{prefix}.{i}.norm.weight"] = Source((branch.norm,))
+        named |= {f"{prefix}.{i}.streams.{name}": source for name, source in branch.streams.items()}
         named |= {f"{prefix}.{i}.{branch.layer.kind}.{name}": source for name, source in branch.sources.items()}
     return named
 

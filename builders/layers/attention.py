@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.builders.layers.indexer import Indexer
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
 from trtllm_replayssm.network.base import Network, Rope, Tensor
 from trtllm_replayssm.plugins.pools import Pool
@@ -18,6 +19,7 @@ class Attention(Layer):
     scale: of the scores. rope: None for no position embedding. qk_norm_epsilon: RMSNorm of q and k per head, zero-centred
     weights if qk_norm_zero_centred; None for none. qk_norm_joint: over all heads at once, before they are told apart.
     output_gate: sigmoid gate per channel, from the input. window: tokens that a token sees, itself among them; None for all.
+    indexer: chooses the positions that are attended to; None for all.
     The rows of ``qkv`` are q, gate (if any), k, v, each over all heads.
     """
 
@@ -34,6 +36,7 @@ class Attention(Layer):
     bias: bool = False
     qk_norm_joint: bool = False
     window: int | None = None
+    indexer: Indexer | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,6 +60,8 @@ class Attention(Layer):
         if self.bias:
             parameters["qkv.bias"] = Parameter((width,), 0, rows, nonzero=False)
             parameters["dense.bias"] = Parameter((hidden_size,), nonzero=False)
+        if self.indexer is not None:
+            parameters |= {f"indexer.{n}": p for n, p in self.indexer.parameters(hidden_size, hidden_size).items()}
         return parameters
 
     def divided(self, tp_size: int) -> Attention:
@@ -71,7 +76,8 @@ class Attention(Layer):
     def pools(self, options: StateOptions) -> dict[str, Pool]:
         rows = options.max_seq_len + options.replay.max_draft_len
         cache = Pool((self.num_kv_heads, rows, self.head_dim), options.activation, "kv")
-        return {"k_cache": cache, "v_cache": cache}
+        pools = {"k_cache": cache, "v_cache": cache}
+        return pools if self.indexer is None else pools | self.indexer.pools(options, "indexer.")
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         bias = net.weight(f"{name}.qkv.bias") if self.bias else None
@@ -80,7 +86,8 @@ class Attention(Layer):
         k = self.prepared(net, name, "k_norm", k, self.num_kv_heads)
         keys = net.cache_update(net.pool(f"{name}.k_cache"), k)
         values = net.cache_update(net.pool(f"{name}.v_cache"), net.unflatten(v, (self.num_kv_heads, self.head_dim)))
-        out = net.flatten(net.attention(q, keys, values, self.scale, self.window))
+        selected = None if self.indexer is None else self.indexer.selected(net, f"{name}.indexer", x, x, replay)
+        out = net.flatten(net.attention(q, keys, values, self.scale, self.window, selected))
         if self.output_gate:
             out = net.multiply(out, net.activation(gate[0], "sigmoid"))
         out = net.all_reduce(net.linear(out, net.weight(f"{name}.dense.weight")))
