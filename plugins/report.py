@@ -61,6 +61,7 @@ def released_kernels() -> list[Kernel]:
         advance,
         attention,
         causal_conv,
+        elementwise,
         experts,
         gated_delta,
         kda,
@@ -69,5 +70,5 @@ def released_kernels() -> list[Kernel]:
         norms,
     )
 
-    modules = (advance, causal_conv, mamba2, gated_delta, kda, materialise, norms, experts, attention)
+    modules = (advance, causal_conv, mamba2, gated_delta, kda, materialise, norms, elementwise, experts, attention)
     return [kernel for module in modules for kernel in module.variants()]

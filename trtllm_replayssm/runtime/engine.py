@@ -77,9 +77,12 @@ class Engine:
 
     def network(self, pools: Mapping[str, Tensor], step: Tensor, kv_len: int) -> TorchNetwork:
         """The backend of one step; see TorchNetwork for the arguments."""
-        return TorchNetwork(
-            self.weights, pools, step, self.config.checkpoint.torch_dtype, kv_len, self.group, self.plugins
-        )
+        kind = TorchNetwork
+        if self.plugins.name == "cuda":
+            from trtllm_replayssm.network.cuda_backend import CudaNetwork
+
+            kind = CudaNetwork
+        return kind(self.weights, pools, step, self.config.checkpoint.torch_dtype, kv_len, self.group, self.plugins)
 
 
 def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFile:

@@ -20,8 +20,11 @@ from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
 from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.graphs import graphs_wanted
 from trtllm_replayssm.runtime.slot_state import SlotCursors, SlotState, layer_pools, recurrences
+from trtllm_replayssm.runtime.staging import Staging
 from trtllm_replayssm.runtime.step_input import PerRow, StepInput
+from trtllm_replayssm.runtime.steps import BoundPools, DirectSteps, PackedSteps, Steps
 
 
 class Session:
@@ -31,8 +34,12 @@ class Session:
     max_batch_size: slots that can take part in a step; the snapshot slots behind them only hold state.
     """
 
-    def __init__(self, engine: Engine, snapshot_slots: int = 0) -> None:
-        """Allocates the pools. Raises EngineError when they do not fit into the device's memory."""
+    def __init__(self, engine: Engine, snapshot_slots: int = 0, cuda_graphs: bool | None = None) -> None:
+        """Allocates the pools. Raises EngineError when they do not fit into the device's memory.
+
+        cuda_graphs: whether decode steps run as CUDA graphs where the engine has the CUDA kernels; None for what the
+        environment says (runtime.graphs.SWITCH). Results are the same, bit by bit.
+        """
         self.engine, config = engine, engine.config
         self.replay = config.replay
         self.max_batch_size = config.max_batch_size
@@ -41,7 +48,9 @@ class Session:
         self.layout = config.pools()
         allocated = {name: pool.allocate(self.slots, engine.device) for name, pool in self.layout.items()}
         self.cursors = allocated.pop("cursors")
-        self.pools = allocated
+        self.pools, self.bound = allocated, BoundPools(allocated)
+        self.staging = Staging(engine.device)
+        self.steps = self.steps_for(graphs_wanted() if cuda_graphs is None else cuda_graphs)
         self.host = self.cursors.cpu().clone()
         #: Per slot: tokens of the last step that no commit has settled, and whether they are folded already.
         self.pending = torch.zeros(self.slots, dtype=torch.int32)
@@ -51,6 +60,12 @@ class Session:
         self.rewrites = 0
         #: What the head read in the last step, ``[rows, T, hidden_size]``; it feeds an MTP head.
         self.hidden: Tensor = torch.empty(0)
+
+    def steps_for(self, cuda_graphs: bool) -> Steps:
+        engine = self.engine
+        if engine.plugins.name == "cuda":
+            return PackedSteps(engine, self.cursors, self.pools, self.staging, cuda_graphs)
+        return DirectSteps(engine, self.cursors, self.bound, self.staging)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -66,7 +81,8 @@ class Session:
     ) -> Tensor:
         """Run one step of the slots ``first_slot ...``, one per row; nothing counts before ``commit``.
 
-        token_ids: integers ``[rows, T]``: sampled token and drafts of a DECODE row, prompt tokens of an ABSORB row.
+        token_ids: integers ``[rows, T]``: sampled token and drafts of a DECODE row, prompt tokens of an ABSORB row. On a GPU
+        they may lie there already: then nothing waits for them, and they must be in the vocabulary.
         query_lens: valid tokens of each row, ``[rows]``; all T by default. modes: RowMode of each row; DECODE by default.
         active: bool ``[rows]``; rows that are not neither read nor write their slot, and their logits mean nothing.
         last_only: logits of each row's last valid token only.
@@ -90,16 +106,12 @@ class Session:
         self.written[here] = torch.maximum(self.written[here], ends)
         self.rewrites += int((live & (plan[:, Step.FOLD_TO] > plan[:, Step.FOLDED])).sum())
 
-        device = self.engine.device
-        on_device = [t.to(device) for t in (slot_ids, given.query_lens, given.modes)]
-        info = self.engine.plugins.advance(attributes, self.cursors[here], *on_device, tokens)
-        net, decoder = self.network(here, info, kv_len=int(ends.max())), self.engine.decoder
-        self.hidden = decoder.hidden(net, given.token_ids.to(device), self.replay)
-        return decoder.logits(net, self.hidden, last_only)
+        self.hidden, logits = self.steps.run(given, first_slot, int(ends.max()), last_only)
+        return logits
 
     def network(self, slots: slice, info: Tensor, kv_len: int) -> TorchNetwork:
         """The backend of one step of these slots. info: int32 ``[rows, STEP_WORDS]``; see TorchNetwork for kv_len."""
-        return self.engine.network({name: pool[slots] for name, pool in self.pools.items()}, info, kv_len)
+        return self.engine.network(self.bound.of(slots), info, kv_len)
 
     def check_step(self, given: StepInput, first_slot: int) -> None:
         """Raises UserError when the rows do not fit the slots they are meant for."""
@@ -157,7 +169,7 @@ class Session:
                 f"slot {first_slot + row} can commit {only} {int(pending[row])} tokens of its last step, not {int(counts[row])}"
             )
         self.host[here, Cursor.COMMITTED] += counts
-        self.cursors[here, Cursor.COMMITTED] += counts.to(self.cursors.device)
+        self.cursors[here, Cursor.COMMITTED] += self.staging.send(counts)[0]
         self.settle(here)
 
     def prefill(self, slot: int, token_ids: Tensor | Sequence[int], chunk: int | None = None) -> Tensor:
@@ -205,7 +217,7 @@ class Session:
         """Set the slot's cursors, on host and device; an uncommitted step is forgotten."""
         self.host[slot].zero_()
         self.host[slot, Cursor.COMMITTED], self.host[slot, Cursor.FOLDED] = cursors.committed, cursors.folded
-        self.cursors[slot].copy_(self.host[slot])
+        self.cursors[slot].copy_(self.staging.send(self.host[slot])[0])
         self.written[slot] = cursors.written
         self.settle(slice(slot, slot + 1))
 

@@ -19,8 +19,8 @@ PerRow = Tensor | Sequence[int] | Sequence[bool]
 class StepInput:
     """A step's rows on the host.
 
-    token_ids: int32 ``[rows, T]``, 0 where there is no valid token. query_lens, modes: int32 ``[rows]``; 1 and DECODE in
-    rows that are not active. active: bool ``[rows]``.
+    token_ids: int32 ``[rows, T]``, 0 where there is no valid token; on the GPU where they were given there. query_lens,
+    modes: int32 ``[rows]``; 1 and DECODE in rows that are not active. active: bool ``[rows]``.
     """
 
     token_ids: Tensor
@@ -39,10 +39,11 @@ class StepInput:
     ) -> StepInput:
         """Defaults: every token valid, every row DECODE and active.
 
-        Raises UserError for wrong shapes, lengths outside 1..T, unknown modes, and ids outside the vocabulary.
+        Ids on a GPU stay there and are not looked at, because the host would have to wait for them: they must be in the
+        vocabulary. Raises UserError for wrong shapes, lengths outside 1..T, unknown modes, and ids outside the vocabulary.
         """
         try:
-            ids = torch.as_tensor(token_ids).cpu()
+            ids = torch.as_tensor(token_ids)
         except (ValueError, TypeError) as error:
             raise UserError(f"token_ids are not a table of integers: {error}") from None
         if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
@@ -55,6 +56,8 @@ class StepInput:
             raise UserError(f"query_lens are {lengths.tolist()}; they must be 1 to {tokens}, the tokens of a row")
         if bool((~torch.isin(kinds, torch.tensor([int(mode) for mode in RowMode]))).any()):
             raise UserError(f"modes are {kinds.tolist()}; use values of RowMode")
+        if ids.device.type == "cuda":
+            return cls(ids.int(), lengths.int(), kinds.int(), live)
         valid = live[:, None] & (torch.arange(tokens) < lengths[:, None])
         ids = torch.where(valid, ids.long(), 0)
         outside = ids[(ids < 0) | (ids >= vocab_size)]

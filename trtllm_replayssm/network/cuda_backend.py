@@ -1,0 +1,142 @@
+"""The torch backend on a GPU, with kernels of its own where a chain of torch ops would wait for memory, launches or the host.
+
+No op here depends on a value that only the device knows, so that a step can be captured in a CUDA graph. Rows may stand for
+any slots: state is addressed by ``step[r, SLOT]``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
+from trtllm_replayssm.network.experts import masked_experts
+from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
+from trtllm_replayssm.plugins.cursors import Step
+from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
+
+#: dtypes of the kernels.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: Activations that a gate's kernel knows.
+GATES = ("silu", "sigmoid")
+
+
+class CudaNetwork(TorchNetwork):
+    """See TorchNetwork. Sums and gates wait for the norm behind them (network.deferred)."""
+
+    # ---- sums, gates and norms ---------------------------------------------------------------------------------------
+
+    def _add(self, a: Any, b: Any) -> Any:
+        fits = a.shape == b.shape and a.dtype == b.dtype in FLOATS and len(a.shape) == 3
+        return Sum(a, b) if fits else resolved(a) + resolved(b)
+
+    def activation(self, x: Any, kind: str) -> Any:
+        if kind == "relu2" and x.dtype in FLOATS:
+            return elementwise.relu2(as_tokens(resolved(x))).view(x.shape)
+        return Activated(x, kind, ACTIVATIONS[kind]) if kind in GATES else super().activation(resolved(x), kind)
+
+    def _multiply(self, a: Any, b: Any) -> Any:
+        if isinstance(a, Activated) and not isinstance(b, Activated):
+            a, b = b, a
+        if isinstance(b, Activated) and b.pending and a.shape == b.shape and a.dtype == b.dtype in FLOATS:
+            if isinstance(a, HeadNorm) and a.pending and len(a.shape) == 3:
+                return a.gated(b)
+            return Gated(a, b, gated_product)
+        return resolved(a) * resolved(b)
+
+    def _flatten(self, x: Any, axes: int) -> Any:
+        if isinstance(x, HeadNorm) and x.pending and axes == 2:
+            return x.flattened()
+        return super()._flatten(resolved(x), axes)
+
+    def _rms_norm(
+        self, x: Any, weight: Tensor | None, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
+    ) -> Any:
+        if weight is None or over_ranks or x.dtype not in FLOATS:
+            return super()._rms_norm(resolved(x), weight, epsilon, zero_centred, groups, over_ranks)  # type: ignore[arg-type]
+        norm = partial(norms.rms_norm, weight=weight, epsilon=epsilon, out_dtype=x.dtype, zero_centred=zero_centred)
+        if isinstance(x, Sum) and x.pending and groups == 1:
+            out, total = norm(as_tokens(resolved(x.a)), second=as_tokens(resolved(x.b)), mode="sum")
+            x.done = total.view(x.shape)
+            return out.view(x.shape)
+        if isinstance(x, Gated) and x.pending:
+            gate = as_tokens(resolved(x.gate))
+            out, _ = norm(
+                as_tokens(resolved(x.x)), second=gate, mode="gate_before", groups=groups, sigmoid=x.kind == "sigmoid"
+            )
+            return out.view(x.shape)
+        x = resolved(x)
+        if x.ndim == 4 and groups == 1:
+            return HeadNorm(x, False, partial(head_norm, norm))
+        return norm(as_tokens(x), groups=groups)[0].view(x.shape)
+
+    def cast(self, x: Any, dtype: Literal["activation", "float32"]) -> Any:
+        x = resolved(x)
+        return Cast(x) if dtype == "float32" and x.dtype != torch.float32 else super().cast(x, dtype)
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def _rope(self, x: Any, rope: Rope) -> Tensor:
+        x = resolved(x)
+        cosines, sines = self.rope_tables(x.shape[1], rope)
+        return attention.rope(x, cosines, sines, rope.interleaved)
+
+    def _cache_update(self, cache: Tensor, x: Any) -> Tensor:
+        attention.cache_update(cache, resolved(x).to(cache.dtype), self.step)
+        return cache
+
+    def _attention(
+        self, q: Any, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None = None
+    ) -> Tensor:
+        q = resolved(q)
+        shape = attention.AttentionShape(q.shape[2], k.shape[1], q.shape[3], v.shape[3], scale, window)
+        narrow = q.dtype == k.dtype and q.itemsize == 2
+        if selected is None and narrow and shape.suited and q.shape[1] <= MAX_VERIFY_TOKENS:
+            return attention.decode_attention(shape, q, k, v, self.step, self.kv_len)
+        slots = self.step[:, Step.SLOT].clamp(min=0)
+        k, v = (cache[:, :, : self.kv_len].index_select(0, slots) for cache in (k, v))
+        chosen = () if selected is None else (selected,)
+        return super()._attention(q, k, v, scale, window, *chosen)
+
+    # ---- mixture of experts ------------------------------------------------------------------------------------------
+
+    def _experts(
+        self,
+        x: Any,
+        indices: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        activation: str,
+        limit: float | None,
+    ) -> Tensor:
+        flat, chosen, share = as_tokens(resolved(x)), indices.flatten(0, -2), weights.flatten(0, -2)
+        if activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1]):
+            out = experts.experts(
+                flat, chosen.int().contiguous(), share.float().contiguous(), up, down, activation, limit
+            )
+        else:
+            out = masked_experts(self, flat, chosen, share, up, down, activation, limit)
+        return out.view(x.shape)
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """``[rows, T, ...]`` as ``[rows * T, channels]``, without a copy where tokens lie evenly behind each other."""
+    return x.flatten(2).flatten(0, 1) if x.ndim > 2 else x
+
+
+def gated_product(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    return elementwise.gated(as_tokens(x), as_tokens(gate), kind == "sigmoid").view(x.shape)
+
+
+def head_norm(norm: Any, x: Tensor, gate: Tensor | None = None, kind: str = "") -> Tensor:
+    """The norm over each head of x ``[rows, T, H, D]``, times ``act(gate)`` where there is a gate ``[rows, T, H * D]``."""
+    heads = x.shape[2]
+    if gate is None:
+        return norm(as_tokens(x), groups=heads)[0]
+    return norm(as_tokens(x), second=as_tokens(gate), mode="gate_after", groups=heads, sigmoid=kind == "sigmoid")[0]
