@@ -83,7 +83,7 @@ class Qwen(BlueprintFamily):
     def block(self, prefix: str, attention: bool, sparse: bool) -> tuple[Branch, Branch]:
         if attention:
             full = self.attention()
-            mixer = Branch(f"{prefix}input_layernorm.weight", full, attention_sources(f"{prefix}self_attn.", full))
+            mixer = Branch(f"{prefix}input_layernorm.weight", full, self.attention_sources(f"{prefix}self_attn.", full))
         else:
             delta = self.gated_delta()
             sources = self.gated_delta_sources(f"{prefix}linear_attn.", delta)
@@ -107,6 +107,16 @@ class Qwen(BlueprintFamily):
             qk_norm_zero_centred=True,
             output_gate=True,
         )
+
+    def attention_sources(self, prefix: str, layer: Attention) -> Sources:
+        """q_proj has per head the rows of the query, then those of its gate; ours are all queries, all gates, k, v."""
+
+        def pack(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            query, gate = q.unflatten(0, (layer.num_heads, 2, layer.head_dim)).unbind(1)
+            return torch.cat((query.flatten(0, 1), gate.flatten(0, 1), k, v))
+
+        names = {"dense.weight": "o_proj.weight", "q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight"}
+        return plain(prefix, names) | {"qkv.weight": Source(tuple(f"{prefix}{x}_proj.weight" for x in "qkv"), pack)}
 
     def gated_delta(self) -> GatedDelta:
         config = self.config
@@ -166,17 +176,6 @@ class Qwen(BlueprintFamily):
             final_norm="mtp.norm.weight",
             branches=self.block("mtp.layers.0.", True, self.config.integer("num_experts", 0) > 0),
         )
-
-
-def attention_sources(prefix: str, layer: Attention) -> Sources:
-    """q_proj has per head the rows of the query, then those of its gate; ours are all queries, all gates, k, v."""
-
-    def pack(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        query, gate = q.unflatten(0, (layer.num_heads, 2, layer.head_dim)).unbind(1)
-        return torch.cat((query.flatten(0, 1), gate.flatten(0, 1), k, v))
-
-    names = {"dense.weight": "o_proj.weight", "q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight"}
-    return plain(prefix, names) | {"qkv.weight": Source(tuple(f"{prefix}{x}_proj.weight" for x in "qkv"), pack)}
 
 
 def layer_types(config: HfConfig, known: tuple[str, str], interval_key: str) -> list[str]:
