@@ -20,22 +20,26 @@ FEWEST_KEYS, BLOCKS_WANTED = 128, 528
 MOST_VALUES = 256
 
 
-def cache_update(cache: Tensor, x: Tensor, step: Tensor) -> None:
-    """Write x ``[rows, T, H, D]`` into ``cache [slots, H, positions, D]`` behind the committed tokens of each row's slot."""
+def cache_update(cache: Tensor, x: Tensor, step: Tensor, block: int = 1) -> None:
+    """Write x ``[rows, T, H, D]`` into ``cache [slots, H, positions, D]`` behind the committed tokens of each row's slot.
+
+    block: only tokens that end one of so many positions are written, and one position of the cache stands for a block.
+    """
     rows, tokens, heads, width = x.shape
     flat = x.flatten(2)
     stride, slots = token_stride(flat), slot_stride(cache)
     size = x.itemsize
     aligned = (x.data_ptr(), cache.data_ptr(), stride * size, slots * size, width * size)
     vector = next(n for n in (16, 8, 4, 2) if all(value % n == 0 for value in aligned))
-    kernel = cache_kernel(heads, width * size // vector, vector)
+    kernel = cache_kernel(heads, width * size // vector, vector, block)
     items = tokens * heads * width * size // vector
     integers = (rows, tokens, stride * size // vector, cache.shape[2], slots * size // vector)
     launch(Launch(kernel, (-(-items // 128), rows, 1), integers), (flat, step), (cache,))
 
 
-def cache_kernel(heads: int, width: int, vector: int) -> Kernel:
-    return Kernel("cache_update.cu", "cache_update", 128, (("HEADS", heads), ("WIDTH", width), ("VECTOR", vector)))
+def cache_kernel(heads: int, width: int, vector: int, block: int = 1) -> Kernel:
+    defines = (("HEADS", heads), ("WIDTH", width), ("VECTOR", vector), ("TOKENS_A_BLOCK", block))
+    return Kernel("cache_update.cu", "cache_update", 128, defines)
 
 
 def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:

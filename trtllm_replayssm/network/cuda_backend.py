@@ -7,7 +7,7 @@ any slots: state is addressed by ``step[r, SLOT]``.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class CudaNetwork(TorchNetwork):
         self, x: Any, weight: Tensor | None, epsilon: float, zero_centred: bool, groups: int, over_ranks: bool
     ) -> Any:
         if weight is None or over_ranks or x.dtype not in FLOATS:
-            return super()._rms_norm(resolved(x), weight, epsilon, zero_centred, groups, over_ranks)  # type: ignore[arg-type]
+            return super()._rms_norm(resolved(x), weight, epsilon, zero_centred, groups, over_ranks)
         norm = partial(norms.rms_norm, weight=weight, epsilon=epsilon, out_dtype=x.dtype, zero_centred=zero_centred)
         if isinstance(x, Sum) and x.pending and groups == 1:
             out, total = norm(as_tokens(resolved(x.a)), second=as_tokens(resolved(x.b)), mode="sum")
@@ -75,7 +75,7 @@ class CudaNetwork(TorchNetwork):
             return HeadNorm(x, False, partial(head_norm, norm))
         return norm(as_tokens(x), groups=groups)[0].view(x.shape)
 
-    def cast(self, x: Any, dtype: Literal["activation", "float32"]) -> Any:
+    def cast(self, x: Any, dtype: str) -> Any:
         x = resolved(x)
         return Cast(x) if dtype == "float32" and x.dtype != torch.float32 else super().cast(x, dtype)
 
@@ -90,18 +90,22 @@ class CudaNetwork(TorchNetwork):
         attention.cache_update(cache, resolved(x).to(cache.dtype), self.step)
         return cache
 
+    def _block_cache_update(self, cache: Tensor, x: Any, block: int) -> Tensor:
+        attention.cache_update(cache, resolved(x).to(cache.dtype), self.step, block)
+        return cache
+
+    def of_rows(self, cache: Tensor) -> Tensor:
+        return cache.index_select(0, self.step[:, Step.SLOT].clamp(min=0))
+
     def _attention(
-        self, q: Any, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None = None
+        self, q: Any, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
     ) -> Tensor:
         q = resolved(q)
         shape = attention.AttentionShape(q.shape[2], k.shape[1], q.shape[3], v.shape[3], scale, window)
         narrow = q.dtype == k.dtype and q.itemsize == 2
         if selected is None and narrow and shape.suited and q.shape[1] <= MAX_VERIFY_TOKENS:
             return attention.decode_attention(shape, q, k, v, self.step, self.kv_len)
-        slots = self.step[:, Step.SLOT].clamp(min=0)
-        k, v = (cache[:, :, : self.kv_len].index_select(0, slots) for cache in (k, v))
-        chosen = () if selected is None else (selected,)
-        return super()._attention(q, k, v, scale, window, *chosen)
+        return super()._attention(q, k, v, scale, window, selected)
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ def expert(net: Network, x: Tensor, up: Tensor, down: Tensor, activation: str, l
     """One expert's output, float32: x ``[tokens, D]``; see Network.experts for the rest."""
     hidden = F.linear(x.to(up.dtype), up)
     if activation in GATED:
-        hidden = GATED[activation](net, *hidden.chunk(2, -1), limit)
+        gate, factor = hidden.chunk(2, -1)
+        hidden = GATED[activation](net, gate, factor, limit)
     else:
         hidden = F.relu(hidden).square()
     return F.linear(hidden, down).float()

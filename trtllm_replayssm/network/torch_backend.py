@@ -145,7 +145,7 @@ class TorchNetwork(Network):
         return x
 
     def _ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: Tensor) -> Tensor:
-        history = self._cache_update(cache, token_ids[:, :, None, None])[:, 0, :, 0]
+        history = self.of_rows(self._cache_update(cache, token_ids[:, :, None, None]))[:, 0, :, 0]
         positions, end = self._positions(token_ids.shape[1]), spec.end_token
         tokens, text = [token_ids.long()], torch.ones_like(positions, dtype=torch.bool)
         for back in range(1, spec.size):
@@ -159,6 +159,10 @@ class TorchNetwork(Network):
         return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
 
     # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def of_rows(self, cache: Tensor) -> Tensor:
+        """The part of a pool that belongs to each row of the step."""
+        return cache
 
     def _positions(self, tokens: int) -> Tensor:
         return self.committed[:, None] + torch.arange(tokens, device=self.step.device)
@@ -195,13 +199,13 @@ class TorchNetwork(Network):
         if blocks <= count:
             return None
         positions = self._positions(q.shape[1])
-        chosen = select_blocks(q, keys[:, 0, :blocks], weights, positions, block, count)
+        chosen = select_blocks(q, self.of_rows(keys[:, :, :blocks])[:, 0], weights, positions, block, count)
         return blocks_of_tokens(chosen, positions, block, self.kv_len)
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
     ) -> Tensor:
-        k, v = k[:, :, : self.kv_len], v[:, :, : self.kv_len]
+        k, v = (self.of_rows(cache[:, :, : self.kv_len]) for cache in (k, v))
         keys, positions = torch.arange(k.shape[2], device=q.device), self._positions(q.shape[1])[..., None]
         visible = keys <= positions
         if window is not None:
