@@ -73,6 +73,11 @@ def ling_swiglu_limits(model: nn.Module) -> None:
             limit_shared(mlp.shared_experts, shared)
 
 
+def state_spaces_files(model: nn.Module) -> None:
+    """The published model is spelled as its training package spells it, not as transformers does."""
+    model.hub_spelling = "state_spaces"
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +160,56 @@ WRAPPER = {
     "vision_start_token_id": 122,
     "vision_end_token_id": 123,
 }
+PREFIXED_MAMBA2 = COMMON | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+GRANITE = PREFIXED_MAMBA2 | {
+    "num_hidden_layers": 4,
+    "mamba_n_groups": 1,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 0.7,
+    "logits_scaling": 1.3,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.0625,
+    "shared_intermediate_size": 48,
+    "intermediate_size": 32,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "tie_word_embeddings": True,
+}
+FALCON_H1 = PREFIXED_MAMBA2 | {
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 2,
+    "mamba_norm_before_gate": False,
+    "lm_head_multiplier": 0.9,
+    "embedding_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "ssm_multipliers": [1.35, 0.8, 1.2, 0.7, 1.4],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 1.3,
+}
+OLMO_HYBRID = COMMON | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+}
 LATENT = COMMON | {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -178,6 +233,45 @@ LING = LATENT | {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
     "max_position_embeddings": 512,
+}
+#: Eight index heads and more: with few, whole blocks score exactly 0, and transformers leaves open which of equal ones win.
+GLM = {key: value for key, value in LATENT.items() if key not in ("num_experts", "num_shared_experts")} | {
+    "num_hidden_layers": 4,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 0,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "swiglu_limit": 0.7,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 5,
+    "index_topk": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 12,
+    "index_kpool": 4,
+    "max_position_embeddings": 512,
+}
+QWEN4 = {
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 97,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2,
+    "indexer_n_heads": 12,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
 }
 KIMI = LATENT | {
     "num_hidden_layers": 4,
@@ -206,6 +300,19 @@ def ling(**changes: Any) -> TinyModel:
     return TinyModel("BailingHybridConfig", "BailingHybridForCausalLM", LING | changes, correct)
 
 
+def granite(**changes: Any) -> TinyModel:
+    return TinyModel("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE | changes)
+
+
+def falcon_h1(**changes: Any) -> TinyModel:
+    return TinyModel("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1 | changes)
+
+
+def olmo_hybrid(theta: float | None) -> TinyModel:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return TinyModel("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID | rope)
+
+
 MODELS: dict[str, TinyModel] = {
     # Codestral-Mamba: two groups, an untied head.
     "mamba2": TinyModel("Mamba2Config", "Mamba2ForCausalLM", MAMBA2 | {"n_groups": 2, "residual_in_fp32": False}),
@@ -214,6 +321,26 @@ MODELS: dict[str, TinyModel] = {
         "Mamba2Config",
         "Mamba2ForCausalLM",
         MAMBA2 | {"n_groups": 1, "residual_in_fp32": True, "use_bias": True, "tie_word_embeddings": True},
+    ),
+    # The files of state-spaces: an embedding with rows behind the vocabulary.
+    "state_spaces": TinyModel(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        MAMBA2 | {"n_groups": 1, "residual_in_fp32": True, "use_bias": False, "tie_word_embeddings": True},
+        state_spaces_files,
+    ),
+    "granite4_dense": granite(),
+    "granite4_moe": granite(num_local_experts=8, num_experts_per_tok=3),
+    # Members of the family that have no recurrent layer rotate.
+    "granite4_attention": granite(layer_types=["full_attention"] * 4, position_embedding_type="rope"),
+    "falcon_h1": falcon_h1(mamba_rms_norm=False),
+    "falcon_h1_norm": falcon_h1(mamba_rms_norm=True, mamba_d_ssm=96, mamba_n_heads=6),
+    "falcon_h1_norm_g1": falcon_h1(mamba_rms_norm=True, mamba_n_groups=1, tie_word_embeddings=True),
+    "bamba": TinyModel(
+        "BambaConfig",
+        "BambaForCausalLM",
+        PREFIXED_MAMBA2
+        | {"num_hidden_layers": 3, "mamba_n_groups": 2, "intermediate_size": 96, "attn_layer_indices": [1]},
     ),
     "nemotron_h_dense": nemotron("M-M-M*-M-"),
     "nemotron_h_moe": nemotron("MEMEM*EME"),
@@ -251,7 +378,56 @@ MODELS: dict[str, TinyModel] = {
     "qwen3_5_moe_vl": TinyModel(
         "Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", WRAPPER | {"text_config": QWEN35 | QWEN_MOE}
     ),
+    # As released, without RoPE; the class can rotate, too.
+    "olmo_hybrid": olmo_hybrid(None),
+    "olmo_hybrid_rope": olmo_hybrid(5e5),
+    "lara_mini": TinyModel(
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        GATED_DELTA
+        | QWEN_MOE
+        | {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "qwen4_exp_text": TinyModel("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", QWEN35 | QWEN_MOE | QWEN4),
+    # Two n-gram embeddings, more streams, other blocks, a table in parts of unequal size.
+    "qwen4_exp_vl": TinyModel(
+        "Qwen4ExpConfig",
+        "Qwen4ExpForConditionalGeneration",
+        WRAPPER
+        | {
+            "text_config": QWEN35
+            | QWEN_MOE
+            | QWEN4
+            | {"hc_count": 3, "ple_layer_ids": [3, 1], "ngram_size": 4, "heads_per_ngram": 1, "ple_embed_dim": 48}
+            | {"output_gate_type": None, "indexer_compress_ratio": 8, "split_ngram_parts": 3}
+        },
+    ),
     "kimi_linear": TinyModel("KimiLinearConfig", "KimiLinearForCausalLM", KIMI),
+    # Blocks of four tokens, of which four are chosen, so that longer texts are attended to in part.
+    "glm5_next": TinyModel(
+        "Glm5NextConfig",
+        "Glm5NextForConditionalGeneration",
+        {
+            "text_config": GLM,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+                "out_hidden_size": 64,
+                "intermediate_size": 48,
+                "projection_intermediate_size": 64,
+            },
+            "image_token_id": 120,
+            "video_token_id": 121,
+            "image_start_token_id": 122,
+            "image_end_token_id": 123,
+            "video_start_token_id": 124,
+            "video_end_token_id": 125,
+        },
+    ),
     "bailing_hybrid": ling(),
     # Limits small enough to bite.
     "bailing_hybrid_clamp": ling(
@@ -260,6 +436,10 @@ MODELS: dict[str, TinyModel] = {
     # The low-rank query of the small models, and the gate without a bound.
     "bailing_hybrid_qlora": ling(num_hidden_layers=2, q_lora_rank=24, kda_safe_gate=False),
 }
+
+
+#: Beginnings of the names of norms that add 1 to their weight.
+ZERO_CENTRED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen4ExpTextRMSNorm")
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -284,8 +464,7 @@ def redraw(model: nn.Module, seed: int) -> None:
     zero_centred = {
         id(module.weight)
         for module in model.modules()
-        if type(module).__name__.startswith(("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"))
-        and not type(module).__name__.endswith("Gated")
+        if type(module).__name__.startswith(ZERO_CENTRED) and not type(module).__name__.endswith("Gated")
     }
     biases = [(n, b) for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "expert_bias"))]
     for name, parameter in [*model.named_parameters(), *biases]:

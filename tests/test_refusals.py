@@ -76,11 +76,26 @@ def test_a_config_without_a_name_is_refused(values: Config) -> None:
         find_family(values, {})
 
 
-def test_state_spaces_checkpoints_are_recognised() -> None:
-    values = {"d_model": 2560, "n_layer": 64, "ssm_cfg": {"layer": "Mamba2"}, "vocab_size": 50277}
-    with pytest.raises(UnsupportedModelError, match="state-spaces") as refused:
-        find_family(values, {})
-    assert "Mamba2ForCausalLM" in refused.value.hint
+@pytest.mark.parametrize(
+    ("ssm_cfg", "reason"),
+    # Without a layer's name, the package builds Mamba-1.
+    [({}, "Mamba-1"), (None, "Mamba-1"), ({"layer": "Mamba1"}, "Mamba-1"), ({"layer": "Mamba3"}, "Mamba3")],
+)
+def test_state_spaces_checkpoints_of_other_layers(ssm_cfg: Config | None, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as refused:
+        find_family(read_config(CONFIGS / "mamba2_2_7b.json") | {"ssm_cfg": ssm_cfg}, {})
+    assert "state-spaces" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["norm_before_gate", "D_has_hdim", "headdim", "d_ssm", "some_new_switch", "dt_limit", "rmsnorm"],
+)
+def test_sizes_and_switches_of_state_spaces_layers(key: str) -> None:
+    wrong = {"headdim": 48, "d_ssm": 64, "dt_limit": [0.1, 0.0], "rmsnorm": False}.get(key, True)
+    values = read_config(CONFIGS / "mamba2_2_7b.json")
+    with pytest.raises(UserError, match="time_step_limit" if key == "dt_limit" else key):
+        find_family(values | {"ssm_cfg": {"layer": "Mamba2", key: wrong}}, {})
 
 
 K3_TEXT = {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
@@ -171,6 +186,20 @@ def test_unknown_keys_of_a_wrapper_are_refused() -> None:
         ("codestral_mamba_7b", {"hidden_act": "gelu"}, "hidden_act"),
         ("codestral_mamba_7b", {"rms_norm": False}, "rms_norm"),
         ("codestral_mamba_7b", {"intermediate_size": 4096}, "intermediate_size"),
+        ("mamba2_2_7b", {"attn_layer_idx": [9, 18]}, "attn_layer_idx"),
+        ("mamba2_2_7b", {"d_intermediate": 4096}, "d_intermediate"),
+        ("granite_4_h_small", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ("granite_4_h_small", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("granite_4_h_small", {"normalization_function": "layernorm"}, "normalization_function"),
+        ("falcon_h1_0_5b", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate"),
+        ("falcon_h1_0_5b", {"projectors_bias": True}, "projectors_bias"),
+        ("falcon_h1_0_5b", {"attn_layer_indices": [3]}, "attn_layer_indices"),
+        ("falcon_h1_0_5b", {"mamba_use_mlp": False}, "mamba_use_mlp"),
+        ("falcon_h1_0_5b", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("bamba_9b", {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        ("bamba_9b", {"attn_rotary_emb": 128}, "attn_rotary_emb"),
+        ("olmo_hybrid_7b", {"linear_use_gate": False}, "linear_use_gate"),
+        ("olmo_hybrid_7b", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_type"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
@@ -213,6 +242,17 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("nemotron_nano_v2_9b", {"time_step_limit": [0.1, 0.0]}, "time_step_limit"),
         ("nemotron_nano_v2_9b", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
         ("nemotron_nano_v2_9b", {"time_step_limit": "inf"}, "time_step_limit"),
+        ("granite_4_h_small", {"layer_types": ["mamba"] * 39}, "list of 40 times"),
+        ("granite_4_h_small", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+        ("granite_4_h_small", {"logits_scaling": None}, "logits_scaling is missing"),
+        ("granite_4_h_small", {"position_embedding_type": "rope", "rope_theta": None}, "rope_theta is missing"),
+        ("falcon_h1_0_5b", {"ssm_multipliers": [1.0, 1.0]}, "5 positive numbers"),
+        ("falcon_h1_0_5b", {"mlp_multipliers": [1.0, "x"]}, "2 positive numbers"),
+        ("falcon_h1_0_5b", {"mamba_d_ssm": 2048}, "mamba_d_ssm is 2048"),
+        ("falcon_h1_0_5b", {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1e"),
+        ("bamba_9b", {"attn_layer_indices": [9, 32]}, "attn_layer_indices"),
+        ("bamba_9b", {"head_dim": 34}, "head_dim is 34"),
+        ("olmo_hybrid_7b", {"linear_num_value_heads": 45}, "no multiple of 30"),
         ("kimi_linear_48b_a3b", {"linear_attn_config": None}, "linear_attn_config"),
         ("kimi_linear_48b_a3b", {"layer_types": ["linear_attention"] * 27}, "layer_types"),
         ("kimi_linear_48b_a3b", {"num_key_value_heads": 8}, "num_key_value_heads"),
@@ -279,7 +319,11 @@ VALUES = (None, True, -1, 0, 3, 0.5, float("nan"), float("inf"), "x", [], [None]
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2", "nemotron_h_latent", "qwen3_next", "qwen3_5_moe_vl", "kimi_linear", "bailing_hybrid"]
+    "name",
+    [
+        *("mamba2", "nemotron_h_latent", "qwen3_next", "qwen3_5_moe_vl", "kimi_linear", "bailing_hybrid"),
+        *("state_spaces", "granite4_moe", "granite4_attention", "falcon_h1", "bamba", "olmo_hybrid_rope", "lara_mini"),
+    ],
 )
 def test_whatever_a_key_holds_the_answer_is_a_sentence(name: str, tmp_path: Path) -> None:
     """Every key of a config, with values of every type: a model, or a UserError, and never another exception."""

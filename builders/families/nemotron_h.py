@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from trtllm_replayssm.builders.families.base import rows
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
 from trtllm_replayssm.builders.families.mamba2 import TRAINING_KEYS, time_step_limit
-from trtllm_replayssm.builders.families.parts import expert_sources, mamba2_sources, plain, with_prefix
+from trtllm_replayssm.builders.families.parts import expert_sources, gqa_sources, mamba2_sources, plain, with_prefix
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
@@ -192,8 +191,7 @@ def mixer_sources(prefix: str, layer: Layer) -> Sources:
     if isinstance(layer, Mamba2):
         return mamba2_sources(prefix, layer)
     if isinstance(layer, Attention):
-        qkv = rows(*(f"{prefix}{x}_proj.weight" for x in "qkv"))
-        return {"qkv.weight": qkv} | plain(prefix, {"dense.weight": "o_proj.weight"})
+        return gqa_sources(prefix)
     if isinstance(layer, Mlp):
         return mlp_sources(prefix, layer)
     assert isinstance(layer, Moe)

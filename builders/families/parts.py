@@ -27,12 +27,20 @@ def plain(prefix: str, names: dict[str, str]) -> Sources:
 
 
 def mamba2_sources(prefix: str, layer: Mamba2) -> Sources:
-    """Mamba-2 of Nemotron-H and Mamba2: their in_proj has our rows z, x, B, C, dt."""
-    names = ("in_proj.weight", "A_log", "dt_bias", "D", "norm.weight", "out_proj.weight")
+    """Mamba-2, whose in_proj has our rows z, x, B, C, dt in every family."""
+    norm = () if layer.norm_epsilon is None else ("norm.weight",)
+    names = ("in_proj.weight", "A_log", "dt_bias", "D", *norm, "out_proj.weight")
     biases = ("in_proj.bias", "out_proj.bias") if layer.proj_bias else ()
     conv_bias = ("conv1d.bias",) if layer.conv_bias else ()
     sources = plain(prefix, {name: name for name in (*names, *biases, *conv_bias)})
     return sources | {"conv1d.weight": conv_taps(f"{prefix}conv1d.weight")}
+
+
+def gqa_sources(prefix: str, normed: bool = False) -> Sources:
+    """Attention with a tensor for each of its four matrices, and for the norms of q and k where there are any."""
+    norms = {f"{part}_norm.weight": f"{part}_norm.weight" for part in "qk"} if normed else {}
+    qkv = rows(*(f"{prefix}{part}_proj.weight" for part in "qkv"))
+    return {"qkv.weight": qkv} | plain(prefix, {"dense.weight": "o_proj.weight"} | norms)
 
 
 def swiglu_sources(prefix: str) -> Sources:

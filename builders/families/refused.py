@@ -5,8 +5,6 @@ from __future__ import annotations
 _MAMBA1 = "its recurrence is Mamba-1 (a decay per channel and a low-rank time step), not Mamba-2"
 _LIGHTNING = "its linear attention (lightning, with a fixed decay per head) has no ReplaySSM layer"
 _SHORT_CONV = "it has gated short convolutions and no recurrent state, so there is nothing to replay"
-_NOT_YET = "its Mamba-2 blocks would fit, but their wiring is not supported yet"
-_NOT_YET_GDN = "its Gated DeltaNet blocks would fit, but their wiring is not supported yet"
 _OMNI = "the speech and vision wrapper is not supported; convert the language model from its own repository"
 _GLM = "it needs hyper-connections and sparse attention with a pooled indexer"
 _QWEN4 = "it needs hyper-connections, hashed n-gram embeddings and indexed sparse attention"
@@ -31,18 +29,8 @@ REFUSED: dict[str, str] = {
     "NemotronH_Omni_Reasoning_V3": _OMNI,
     "NemotronH_Nano_VL_V2": _OMNI,
     "nemotron_h_omni": _OMNI,
-    "GraniteMoeHybridForCausalLM": f"{_NOT_YET} (scaled residuals, embeddings, attention and logits)",
-    "granitemoehybrid": f"{_NOT_YET} (scaled residuals, embeddings, attention and logits)",
-    "FalconH1ForCausalLM": f"{_NOT_YET} (attention in parallel with Mamba-2, fourteen multipliers)",
-    "falcon_h1": f"{_NOT_YET} (attention in parallel with Mamba-2, fourteen multipliers)",
-    "BambaForCausalLM": f"{_NOT_YET} (attention with partial RoPE)",
-    "bamba": f"{_NOT_YET} (attention with partial RoPE)",
     "Zamba2ForCausalLM": "it needs shared attention blocks over hidden states and embeddings, with adapters",
     "zamba2": "it needs shared attention blocks over hidden states and embeddings, with adapters",
-    "OlmoHybridForCausalLM": f"{_NOT_YET_GDN} (norms behind attention, full-width q/k norms, beta up to 2)",
-    "olmo_hybrid": f"{_NOT_YET_GDN} (norms behind attention, full-width q/k norms, beta up to 2)",
-    "LaraMiniForCausalLM": f"{_NOT_YET_GDN} (sliding-window attention)",
-    "lara_mini": f"{_NOT_YET_GDN} (sliding-window attention)",
     "JambaForCausalLM": _MAMBA1,
     "jamba": _MAMBA1,
     "ZambaForCausalLM": _MAMBA1,

@@ -5,23 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 from trtllm_replayssm.builders.families.bailing import Bailing
+from trtllm_replayssm.builders.families.bamba import Bamba
 from trtllm_replayssm.builders.families.base import Family
+from trtllm_replayssm.builders.families.falcon_h1 import FalconH1
+from trtllm_replayssm.builders.families.granite import Granite
 from trtllm_replayssm.builders.families.kimi_linear import KimiLinear
+from trtllm_replayssm.builders.families.lara import Lara
 from trtllm_replayssm.builders.families.mamba2 import Mamba2Family
 from trtllm_replayssm.builders.families.nemotron_h import NemotronH
+from trtllm_replayssm.builders.families.olmo_hybrid import OlmoHybrid
 from trtllm_replayssm.builders.families.qwen3_5 import Qwen35
 from trtllm_replayssm.builders.families.qwen3_next import Qwen3Next
 from trtllm_replayssm.builders.families.refused import MARKERS, REFUSED
+from trtllm_replayssm.builders.families.state_spaces import StateSpaces
 from trtllm_replayssm.builders.hf.config import TEXT_SECTIONS, HfConfig, text_section
 from trtllm_replayssm.errors import UnsupportedModelError
 
-FAMILIES: tuple[type[Family], ...] = (NemotronH, Mamba2Family, Qwen3Next, Qwen35, KimiLinear, Bailing)
+FAMILIES: tuple[type[Family], ...] = (
+    *(NemotronH, Mamba2Family, StateSpaces, Granite, FalconH1, Bamba),
+    *(Qwen3Next, Qwen35, OlmoHybrid, Lara),
+    *(KimiLinear, Bailing),
+)
 #: Family by its ``architectures``.
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 #: Family by ``model_type``, for a config without ``architectures``. bailing_hybrid names two models: see ``markers``.
 BY_MODEL_TYPE: dict[str, type[Family]] = {
     "nemotron_h": NemotronH,
     "mamba2": Mamba2Family,
+    "granitemoehybrid": Granite,
+    "falcon_h1": FalconH1,
+    "bamba": Bamba,
+    "olmo_hybrid": OlmoHybrid,
+    "lara_mini": Lara,
     "qwen3_next": Qwen3Next,
     "qwen3_5": Qwen35,
     "qwen3_5_text": Qwen35,
@@ -35,7 +50,10 @@ WRAPPER_KEYS = (
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("language_model_only", "tie_word_embeddings", "eos_token_id", "quantization_config"),
 )
-HINT = "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Kimi-Linear, Ling 3.0, Mamba2"
+HINT = (
+    "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Kimi-Linear, Ling 3.0, Granite 4,"
+    " Falcon-H1, Bamba, OLMo-Hybrid, Lara-4-Mini, Mamba2"
+)
 
 
 def find_family(values: dict[str, Any], tensor_shapes: dict[str, tuple[int, ...]]) -> Family:
@@ -61,6 +79,8 @@ def recognise(values: dict[str, Any]) -> type[Family]:
     family = next((BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE), None)
     if not names:
         family = next((found for level in levels if (found := by_model_type(level))), None)
+        if not kinds and "ssm_cfg" in values:
+            family = of_state_spaces(values["ssm_cfg"])
     if family is None:
         raise unknown(values, (*names, *kinds))
     refuse_markers(family, levels)
@@ -82,6 +102,15 @@ def by_model_type(values: dict[str, Any]) -> type[Family] | None:
     raise refusal("bailing_hybrid without KDA (Ling 2.5 or 2.6)", REFUSED["BailingMoeV2_5ForCausalLM"])
 
 
+def of_state_spaces(ssm_cfg: Any) -> type[Family]:
+    """The family of a config of the state-spaces package, by the layer that it names; without a name, that is Mamba-1."""
+    layer = ssm_cfg.get("layer", "Mamba1") if isinstance(ssm_cfg, dict) else "Mamba1"
+    if layer == "Mamba2":
+        return StateSpaces
+    reason = REFUSED["mamba"] if layer == "Mamba1" else "it is not known to this package"
+    raise refusal(f"a state-spaces checkpoint of {layer} layers", reason)
+
+
 def refuse_markers(family: type[Family], levels: list[dict[str, Any]]) -> None:
     """Raises UnsupportedModelError for a model that bears the family's name and is another one."""
     for name, path, reason in MARKERS:
@@ -100,11 +129,6 @@ def refusal(name: str, reason: str) -> UnsupportedModelError:
 def unknown(values: dict[str, Any], names: tuple[str, ...]) -> UnsupportedModelError:
     if names:
         return refusal(names[0], "it is not known to this package")
-    if "ssm_cfg" in values:
-        return UnsupportedModelError(
-            "this is a checkpoint of the state-spaces package (ssm_cfg), whose config leaves sizes to that package's defaults",
-            "convert it to the Mamba2ForCausalLM form of transformers first",
-        )
     return UnsupportedModelError("config.json names neither architectures nor model_type", HINT)
 
 

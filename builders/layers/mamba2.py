@@ -18,6 +18,7 @@ class Mamba2(Recurrent):
 
     dt_min, dt_max: limits of the time step. norm_epsilon: of the gated RMSNorm, which works on each group apart; None where
     the gate is not followed by a norm. scales: factors of the projections z, x, B, C and dt; none where they are all 1.
+    shared_group: this is one rank's part of a single group, whose B and C every rank has and whose norm spans the ranks.
     """
 
     kind = "mamba2"
@@ -34,6 +35,7 @@ class Mamba2(Recurrent):
     dt_min: float = 0.0
     dt_max: float = math.inf
     scales: tuple[float, ...] = ()
+    shared_group: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -50,7 +52,8 @@ class Mamba2(Recurrent):
         return self.inner_size + 2 * self.n_groups * self.state_size
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        inner, bc = Segment(self.inner_size, self.num_heads), Segment(self.n_groups * self.state_size, self.n_groups)
+        inner = Segment(self.inner_size, self.num_heads)
+        bc = Segment(self.n_groups * self.state_size, self.n_groups, replicate=True)
         heads = Segment(self.num_heads, self.num_heads)
         rows, conv = (inner, inner, bc, bc, heads), (inner, bc, bc)
         width = self.inner_size + self.conv_channels + self.num_heads
@@ -73,9 +76,14 @@ class Mamba2(Recurrent):
         return parameters
 
     def divided(self, tp_size: int) -> Mamba2:
-        # A gated norm's group must stay on one rank, so groups are divided, and heads with them.
-        groups = divide("Mamba-2 groups", self.n_groups, tp_size)
-        return replace(self, num_heads=divide("Mamba-2 heads", self.num_heads, tp_size), n_groups=groups)
+        # Several groups stay whole, each on one rank and its heads with it; a single one is shared by all ranks.
+        shared = self.n_groups == 1 and tp_size > 1
+        return replace(
+            self,
+            num_heads=divide("Mamba-2 heads", self.num_heads, tp_size),
+            n_groups=1 if shared else divide("Mamba-2 groups", self.n_groups, tp_size),
+            shared_group=shared,
+        )
 
     def attributes(self, replay: ReplayConfig) -> Mamba2Attributes:
         return Mamba2Attributes(
@@ -101,6 +109,7 @@ class Mamba2(Recurrent):
         y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, self.state(net, name))
         y = net.multiply(y, net.activation(gate, "silu"))
         if self.norm_epsilon is not None:
-            y = net.rms_norm(y, net.weight(f"{name}.norm.weight"), self.norm_epsilon, groups=self.n_groups)
+            weight = net.weight(f"{name}.norm.weight")
+            y = net.rms_norm(y, weight, self.norm_epsilon, groups=self.n_groups, over_ranks=self.shared_group)
         y = net.all_reduce(net.linear(y, net.weight(f"{name}.out_proj.weight")))
         return net.add_bias(y, net.weight(f"{name}.out_proj.bias")) if self.proj_bias else y

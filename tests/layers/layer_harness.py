@@ -45,6 +45,7 @@ PLAN = [
 LAYERS: dict[str, Layer] = {
     "mamba2": Mamba2(8, 4, 6, 4, 4, 1e-5, conv_bias=True, proj_bias=True, dt_min=0.01, dt_max=1.5),
     "mamba2_plain": Mamba2(8, 4, 6, 4, 3, 1e-5, conv_bias=False),
+    "mamba2_one_group": Mamba2(8, 4, 6, 1, 4, 1e-3),
     "mamba2_scaled": Mamba2(8, 4, 6, 4, 4, None, proj_bias=True, scales=(1.35, 0.8, 1.2, 0.7, 1.4)),
     "gated_delta": GatedDelta(4, 8, 6, 5, 4, 1e-6),
     "gated_delta_negative": GatedDelta(4, 4, 6, 5, 4, 1e-6, beta_scale=2.0, gate="sigmoid"),

@@ -32,6 +32,7 @@ DECODER = HybridDecoder(
     1e-5,
     (
         Mamba2(4, 8, 16, 2, 4, 1e-5, proj_bias=True),
+        Mamba2(4, 8, 16, 1, 4, 1e-3),
         Attention(4, 2, 8, 0.3, output_gate=True, bias=True),
         Attention(4, 2, 8, 0.3, qk_norm_epsilon=1e-3, qk_norm_joint=True),
         GatedDelta(2, 4, 8, 8, 4, 1e-6),

@@ -1,0 +1,100 @@
+"""Lara-4-Mini: Gated DeltaNet, attention in a sliding window or over everything, and a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trtllm_replayssm.builders.families.base import conv_taps
+from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, Sources
+from trtllm_replayssm.builders.families.config_parts import required_rope
+from trtllm_replayssm.builders.families.parts import gqa_sources, listed_types, plain, swiglu_sources, with_prefix
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
+
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+
+class Lara(BlueprintFamily):
+    """Tensors ``model.layers.N.{linear_attn, self_attn, mlp}``. Attention rotates in its window, and not over everything."""
+
+    architectures = ("LaraMiniForCausalLM",)
+
+    def read(self) -> Blueprint:
+        config = self.config
+        config.expect("hidden_act", "silu")
+        config.expect("attention_bias", False)
+        config.ignore("max_position_embeddings")
+        self.epsilon = config.number("rms_norm_eps")
+        sliding, delta, moe = self.sliding(), self.gated_delta(), self.moe()
+        attention = {SLIDING: sliding, FULL: replace(sliding, rope=None, window=None)}
+        branches: list[Branch] = []
+        for i, kind in enumerate(listed_types(config, "layer_types", (LINEAR, SLIDING, FULL))):
+            prefix = f"model.layers.{i}."
+            norm = f"{prefix}input_layernorm.weight"
+            if kind == LINEAR:
+                branches.append(Branch(norm, delta, gated_delta_sources(f"{prefix}linear_attn.")))
+            else:
+                sources = gqa_sources(f"{prefix}self_attn.", normed=True)
+                branches.append(Branch(norm, attention[kind], sources))
+            branches.append(Branch(f"{prefix}post_attention_layernorm.weight", moe, moe_sources(f"{prefix}mlp.")))
+        return Blueprint(
+            vocab_size=self.vocabulary("model.embed_tokens.weight"),
+            hidden_size=config.positive("hidden_size"),
+            norm_epsilon=self.epsilon,
+            branches=tuple(branches),
+            embedding="model.embed_tokens.weight",
+            final_norm="model.norm.weight",
+            head="lm_head.weight",
+            tie_embeddings=self.tied("lm_head.weight"),
+        )
+
+    def sliding(self) -> Attention:
+        config, channels = self.config, self.config.positive("head_dim")
+        return Attention(
+            num_heads=config.positive("num_attention_heads"),
+            num_kv_heads=config.positive("num_key_value_heads"),
+            head_dim=channels,
+            scale=channels**-0.5,
+            rope=required_rope(config, channels),
+            qk_norm_epsilon=self.epsilon,
+            window=config.positive("sliding_window"),
+        )
+
+    def gated_delta(self) -> GatedDelta:
+        config = self.config
+        return GatedDelta(
+            num_key_heads=config.positive("linear_num_key_heads"),
+            num_value_heads=config.positive("linear_num_value_heads"),
+            key_dim=config.positive("linear_key_head_dim"),
+            value_dim=config.positive("linear_value_head_dim"),
+            conv_kernel=config.positive("linear_conv_kernel_dim"),
+            norm_epsilon=self.epsilon,
+        )
+
+    def moe(self) -> Moe:
+        config = self.config
+        return Moe(
+            num_experts=config.positive("num_experts"),
+            top_k=config.positive("num_experts_per_tok"),
+            intermediate_size=config.positive("moe_intermediate_size"),
+            activation="swiglu",
+            router="softmax",
+            normalise=config.flag("norm_topk_prob"),
+            shared=Mlp(config.positive("shared_expert_intermediate_size"), "swiglu"),
+        )
+
+
+def gated_delta_sources(prefix: str) -> Sources:
+    """The rows of in_proj are ours."""
+    names = {name: name for name in ("A_log", "dt_bias", "in_proj.weight", "out_proj.weight")}
+    names["norm.weight"] = "out_norm.weight"
+    return plain(prefix, names) | {"conv1d.weight": conv_taps(f"{prefix}conv1d.weight")}
+
+
+def moe_sources(prefix: str) -> Sources:
+    """Experts are fused as ours are."""
+    names = {"router.weight": "gate.weight", "experts.up.weight": "experts.gate_up_proj"}
+    names["experts.down.weight"] = "experts.down_proj"
+    return plain(prefix, names) | with_prefix("shared.", swiglu_sources(f"{prefix}shared_expert."))
