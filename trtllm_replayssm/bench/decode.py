@@ -1,8 +1,8 @@
 """Decode steps by batch size: an ordinary engine, ReplaySSM, and ReplaySSM with speculation, over the same weights.
 
-A step is what serving does: token ids go to the device, the step runs, the chosen tokens come back, the cursors move. Slots
-stand at different places of their window, as they do in service, and the steps cover whole windows, so that state rewrites
-weigh what they weigh in a long run.
+A step is what serving does: the step runs, the chosen tokens come back, the cursors move. The next step takes its tokens from
+the device, and the host reads those of a step while the one behind it runs. Slots stand at different places of their window,
+as they do in service, and the steps cover whole windows, so that state rewrites weigh what they weigh in a long run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from trtllm_replayssm.bench.measures import Percentiles, milliseconds
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.readback import Readback
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.slot_state import SlotCursors
 
 #: Steps that run before the clock starts: kernels are compiled, graphs captured, clocks raised.
 WARM_STEPS = 3
+#: Steps after which the tokens' random part repeats itself.
+NOISE = 32
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,17 @@ def prepared_step(session: Session, mode: Mode, context_len: int, steps: int) ->
     for slot in range(rows):
         waiting = slot % window
         session.place(slot, SlotCursors(context_len + waiting, context_len, context_len + waiting))
-    tokens, accepted = torch.ones(rows, mode.tokens, dtype=torch.int32), [mode.accepted] * rows
+    vocab, accepted, readback, turn = session.engine.decoder.vocab_size, [mode.accepted] * rows, Readback(), count(1)
+    # A model with random weights soon says the same in every row, and rows that read the same choose the same experts: a
+    # batch of a server reads many more of them.
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randint(vocab, (NOISE, rows, mode.tokens), generator=random).to(session.engine.device)
+    tokens = noise[0].int()
 
     def step() -> None:
         chosen = session.step(tokens).argmax(-1)
-        tokens.copy_(chosen)
+        readback.exchange(chosen)
+        tokens.copy_((chosen + noise[next(turn) % NOISE]) % vocab)
         session.commit(0, accepted)
 
     for _ in range(WARM_STEPS):
