@@ -92,14 +92,19 @@ def test_weights_are_not_copied() -> None:
 
 def test_profiles() -> None:
     """Three in an engine with drafts, two in one without, which TensorRT takes."""
-    emission, sizes = Emission.of(one(Attention(4, 2, 8, 0.3))), StepSizes(8, 4, 100)
+    emission, sizes = Emission.of(one(Attention(4, 2, 8, 0.3))), StepSizes(8, 4, 100, usual_prefill=60, step_tokens=17)
     config = PlanOptions((8, 9)).config(emission.tensorrt, emission.builder)
     add_profiles(emission.step.emitter, emission.builder, config, sizes)
     assert config.num_optimization_profiles == 3
     ranges = sizes.profiles()
-    assert ranges[PREFILL] == {"rows": (1, 1, 1), "tokens": (1, 100, 100), "logits": (1, 1, 1)}
-    assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 1, 1), "logits": (1, 1, 1)}
-    assert ranges[VERIFY] == {"rows": (1, 8, 8), "tokens": (4, 4, 4), "logits": (1, 4, 4)}
+    assert ranges[PREFILL] == {
+        "rows": (1, 1, 1),
+        "tokens": (1, 60, 100),
+        "logits": (1, 1, 1),
+        "step_tokens": (1, 17, 17),
+    }
+    assert ranges[DECODE] == {"rows": (1, 8, 8), "tokens": (1, 1, 1), "logits": (1, 1, 1), "step_tokens": (1, 1, 17)}
+    assert ranges[VERIFY] == {"rows": (1, 8, 8), "tokens": (4, 4, 4), "logits": (1, 4, 4), "step_tokens": (1, 4, 17)}
     assert len(StepSizes(8, 1, 100).profiles()) == 2
 
 

@@ -52,6 +52,7 @@ class Engine:
     ) -> Engine:
         """Load one rank of an engine folder. On a CPU the weights are mapped and read from disk when first used.
 
+        An engine of the flavour tensorrt comes as a TensorRTEngine, which sessions take all the same.
         rank: None for this process's rank in torch.distributed, or 0. device: None for this rank's GPU where there is
         one, else the CPU.
 
@@ -62,6 +63,11 @@ class Engine:
         where = resolve_device(device)
         group = process_group(config.world_size, where)
         rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
+        plugins = implementation(plugin_impl, where)
+        if config.tensorrt is not None:
+            from trtllm_replayssm.runtime.tensorrt.engine import load_plans
+
+            return load_plans(folder, config, config.tensorrt, rank, where, group, plugins)
         file = checked_file(folder, config, rank)
         check_memory(where, data_bytes(file), config.max_batch_size, config.slot_bytes())
         return cls(
@@ -72,7 +78,7 @@ class Engine:
             device=where,
             rank=rank,
             group=group,
-            plugins=implementation(plugin_impl, where),
+            plugins=plugins,
         )
 
     def network(self, pools: Mapping[str, Tensor], step: Tensor, kv_len: int) -> TorchNetwork:

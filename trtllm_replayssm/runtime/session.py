@@ -63,6 +63,11 @@ class Session:
 
     def steps_for(self, cuda_graphs: bool) -> Steps:
         engine = self.engine
+        if engine.config.engine_flavour == "tensorrt":
+            # It knows TensorRT, which embedded engines do without.
+            from trtllm_replayssm.runtime.tensorrt.steps import plan_steps
+
+            return plan_steps(engine, self.cursors, self.pools, self.staging, cuda_graphs)
         if engine.plugins.name == "cuda":
             return PackedSteps(engine, self.cursors, self.pools, self.staging, cuda_graphs)
         return DirectSteps(engine, self.cursors, self.bound, self.staging)

@@ -383,17 +383,19 @@ class TensorRTNetwork(Network):
 
     def state_input(self, state: State) -> Tensor:
         """The pool as a network input. Raises EngineError when its slots could not be bound one by one."""
-        pool = state.pool
-        if pool.kind != "kv":
-            return self.emitter.input(state.name, pool.dtype, (DYNAMIC, slot_elements(pool)))
-        dense = math.prod(pool.shape) * pool.dtype.itemsize
-        if dense != pool.slot_bytes:
+        pool, dense = state.pool, math.prod(state.pool.shape) * state.pool.dtype.itemsize
+        if pool.kind == "kv" and dense != pool.slot_bytes:
             raise EngineError(
                 f"{state.name} takes {dense} bytes a request, which TensorRT cannot bind; it wants multiples of "
                 f"{SLOT_ALIGNMENT}",
                 f"choose a --max_seq_len for which {pool.shape[1]} becomes a multiple of 8",
             )
-        return self.emitter.input(state.name, pool.dtype, (DYNAMIC, *pool.shape))
+        return self.emitter.input(state.name, pool.dtype, (DYNAMIC, *bound_sizes(pool)))
+
+
+def bound_sizes(pool: Pool) -> tuple[int, ...]:
+    """Sizes of one slot of a pool as it is bound: a KV cache's own, else all elements up to the next slot."""
+    return pool.shape if pool.kind == "kv" else (slot_elements(pool),)
 
 
 def slot_elements(pool: Pool) -> int:

@@ -30,7 +30,8 @@ class StepSizes:
 
     max_batch_size: most rows of a decode or verify step. verify_tokens: tokens of a row in a verify step, 1 without drafts.
     prefill_tokens: most tokens of a prefill step, which has one row. prefill_logits: most of its tokens that get logits.
-    usual_prefill: tokens of a prefill step that kernels are chosen for; None for the most.
+    usual_prefill: tokens of a prefill step that kernels are chosen for; None for the most. step_tokens: most columns of
+    the input ``step_tokens``, where there is one.
     """
 
     max_batch_size: int
@@ -38,6 +39,7 @@ class StepSizes:
     prefill_tokens: int
     prefill_logits: int = 1
     usual_prefill: int | None = None
+    step_tokens: int = 1
 
     def profiles(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """Least, usual and most value of every dynamic size, for PREFILL, DECODE and VERIFY; never zero.
@@ -49,7 +51,9 @@ class StepSizes:
         steps = [{"rows": (1, 1, 1), "tokens": (1, usual, prefill), "logits": (1, 1, self.prefill_logits)}]
         for count in sorted({1, self.verify_tokens}):
             steps.append({"rows": (1, rows, rows), "tokens": (count,) * 3, "logits": (1, count, count)})
-        return tuple(steps)
+        longest = self.step_tokens
+        usual_columns = [longest, *(min(step["tokens"][1], longest) for step in steps[1:])]
+        return tuple(step | {"step_tokens": (1, usual, longest)} for step, usual in zip(steps, usual_columns))
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def emit_step(
     capability: tuple[int, int] | None = None,
     emitter: Emitter | None = None,
     backend: Callable[..., TensorRTNetwork] = TensorRTNetwork,
+    with_step_tokens: bool = False,
 ) -> EmittedStep:
     """Write one step of a model into an empty network.
 
@@ -108,6 +113,7 @@ def emit_step(
     ``step_info``), the state pools, and ``previous_hidden`` where the model has it. Outputs: those of the model, usually
     ``logits`` float32 ``[rows, logits, vocab_size]``, and the state pools.
     weights: of this rank, on the CPU, alive until the plan is built. capability: of the GPU that the plan is for.
+    with_step_tokens: whether the T of the cursors' rule is that of an input of its own; see ``step_info``.
     emitter: of ``network``, where inputs are declared in another way. backend: makes the backend from TensorRTNetwork's
     arguments, in their order.
 
@@ -116,7 +122,7 @@ def emit_step(
     emitter = emitter or Emitter(tensorrt, network)
     token_ids = emitter.input("input_ids", torch.int32, (DYNAMIC, DYNAMIC))
     logit_positions = emitter.input("logit_positions", torch.int32, (DYNAMIC, DYNAMIC), ("rows", "logits"))
-    step = step_info(emitter, model.window, plugin_layer, token_ids)
+    step = step_info(emitter, model.window, plugin_layer, token_ids, with_step_tokens)
     net = backend(
         emitter,
         weights,
@@ -138,11 +144,14 @@ def emit_step(
     return EmittedStep(emitter, weights, min(caches, default=math.inf))
 
 
-def step_info(emitter: Emitter, window: int, plugin_layer: PluginLayer, token_ids: Tensor) -> Tensor:
+def step_info(
+    emitter: Emitter, window: int, plugin_layer: PluginLayer, token_ids: Tensor, with_step_tokens: bool = False
+) -> Tensor:
     """The rows' plan int32 ``[rows, STEP_WORDS]``, from the plugin layer ``advance``; an input ``step`` of a cut network.
 
     Inputs of ``advance``: ``cursors`` int32 ``[rows, CURSOR_WORDS]``, also an output ``cursors_out``, and ``slot_ids``,
-    ``query_lens``, ``modes`` int32 ``[rows]`` (plugins/advance.py).
+    ``query_lens``, ``modes`` int32 ``[rows]`` (plugins/advance.py). with_step_tokens: also ``step_tokens`` int32 ``[rows,
+    T]``, of which only the shape is used. A step of fewer tokens than a profile has is padded; this T is the step's own.
     """
     if not plugin_layer.with_advance:
         return emitter.input("step", torch.int32, (DYNAMIC, STEP_WORDS))
@@ -151,6 +160,9 @@ def step_info(emitter: Emitter, window: int, plugin_layer: PluginLayer, token_id
         inputs[name] = emitter.input(name, torch.int32, (DYNAMIC,))
     # T decides whether a row may be absorbed, and is known only as a size.
     inputs["token_ids"] = token_ids
+    if with_step_tokens:
+        names = ("rows", "step_tokens")
+        inputs["token_ids"] = emitter.input("step_tokens", torch.int32, (DYNAMIC, DYNAMIC), names)
     outputs = (
         PluginOutput("step", (DYNAMIC, STEP_WORDS), torch.int32),
         PluginOutput("cursors_out", (DYNAMIC, CURSOR_WORDS), torch.int32, "cursors"),

@@ -82,4 +82,10 @@ def step_sizes(config: EngineConfig, opt_num_tokens: int | None, gather_context_
         prefill_tokens=longest,
         prefill_logits=longest if gather_context_logits else 1,
         usual_prefill=min(opt_num_tokens or config.prefill_chunk, longest),
+        step_tokens=step_tokens(config, longest),
     )
+
+
+def step_tokens(config: EngineConfig, tokens: int) -> int:
+    """Columns of the input ``step_tokens`` for a step of so many tokens a row: beyond the window, T makes no difference."""
+    return min(tokens, config.replay.window + 1)

@@ -101,7 +101,14 @@ def emitted_plans(
     for plan, model in plan_models(config).items():
         network, builder = target.network()
         step = emit_step(
-            target.tensorrt, network, model, weights, target.plugins(), config.world_size, target.capability
+            target.tensorrt,
+            network,
+            model,
+            weights,
+            target.plugins(),
+            config.world_size,
+            target.capability,
+            with_step_tokens=True,
         )
         yield plan_file(rank, plan), step, builder
 
