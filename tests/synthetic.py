@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, rank_file
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -128,6 +129,11 @@ def write_engine(
 
 def load(folder: Path) -> Engine:
     return Engine.load(folder, device="cpu")
+
+
+def spoiled(pool: Tensor) -> Tensor:
+    """The pool full of what nobody may use: NaN, or -1 where it holds integers."""
+    return pool.fill_(float("nan") if pool.is_floating_point() else -1)
 
 
 def with_replay(engine: Engine, **changes: int | str) -> Engine:

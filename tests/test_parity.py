@@ -12,7 +12,7 @@ import pytest
 import torch
 from hf_models import MODELS, build, random_ids, reference_logits
 from hf_spelling import write_hub, write_saved
-from synthetic import with_replay
+from synthetic import spoiled, with_replay
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import load_rank
@@ -44,7 +44,7 @@ class Case:
         """A session whose pools hold NaN, so that nothing stale can pass for a zero."""
         session = Session(with_replay(self.engine, **replay))
         for pool in session.pools.values():
-            pool.fill_(float("nan"))
+            spoiled(pool)
         return session
 
     def check(self, logits: Tensor, row: int | slice, start: int) -> None:

@@ -6,8 +6,6 @@ _MAMBA1 = "its recurrence is Mamba-1 (a decay per channel and a low-rank time st
 _LIGHTNING = "its linear attention (lightning, with a fixed decay per head) has no ReplaySSM layer"
 _SHORT_CONV = "it has gated short convolutions and no recurrent state, so there is nothing to replay"
 _OMNI = "the speech and vision wrapper is not supported; convert the language model from its own repository"
-_GLM = "it needs hyper-connections and sparse attention with a pooled indexer"
-_QWEN4 = "it needs hyper-connections, hashed n-gram embeddings and indexed sparse attention"
 _K3 = "it needs attention residuals, SiTU experts behind a normed latent and gated q-LoRA attention"
 _RWKV = "its recurrence is RWKV, which has no ReplaySSM layer"
 _XLSTM = "its recurrence is mLSTM and sLSTM, which have no ReplaySSM layer"
@@ -16,14 +14,6 @@ _XLSTM = "its recurrence is mLSTM and sLSTM, which have no ReplaySSM layer"
 REFUSED: dict[str, str] = {
     "KimiK3ForConditionalGeneration": _K3,
     "kimi_k3": _K3,
-    "Glm5NextForConditionalGeneration": _GLM,
-    "Glm5NextForCausalLM": _GLM,
-    "glm5_next": _GLM,
-    "glm5_next_text": _GLM,
-    "Qwen4ExpForConditionalGeneration": _QWEN4,
-    "Qwen4ExpForCausalLM": _QWEN4,
-    "qwen4_exp": _QWEN4,
-    "qwen4_exp_text": _QWEN4,
     "NemotronHPuzzleForCausalLM": "its layers differ in size one by one (block_configs)",
     "nemotron_h_puzzle": "its layers differ in size one by one (block_configs)",
     "NemotronH_Omni_Reasoning_V3": _OMNI,

@@ -8,6 +8,7 @@ from trtllm_replayssm.builders.families.bailing import Bailing
 from trtllm_replayssm.builders.families.bamba import Bamba
 from trtllm_replayssm.builders.families.base import Family
 from trtllm_replayssm.builders.families.falcon_h1 import FalconH1
+from trtllm_replayssm.builders.families.glm5_next import Glm5Next
 from trtllm_replayssm.builders.families.granite import Granite
 from trtllm_replayssm.builders.families.kimi_linear import KimiLinear
 from trtllm_replayssm.builders.families.lara import Lara
@@ -16,6 +17,7 @@ from trtllm_replayssm.builders.families.nemotron_h import NemotronH
 from trtllm_replayssm.builders.families.olmo_hybrid import OlmoHybrid
 from trtllm_replayssm.builders.families.qwen3_5 import Qwen35
 from trtllm_replayssm.builders.families.qwen3_next import Qwen3Next
+from trtllm_replayssm.builders.families.qwen4_exp import Qwen4
 from trtllm_replayssm.builders.families.refused import MARKERS, REFUSED
 from trtllm_replayssm.builders.families.state_spaces import StateSpaces
 from trtllm_replayssm.builders.hf.config import TEXT_SECTIONS, HfConfig, text_section
@@ -23,8 +25,8 @@ from trtllm_replayssm.errors import UnsupportedModelError
 
 FAMILIES: tuple[type[Family], ...] = (
     *(NemotronH, Mamba2Family, StateSpaces, Granite, FalconH1, Bamba),
-    *(Qwen3Next, Qwen35, OlmoHybrid, Lara),
-    *(KimiLinear, Bailing),
+    *(Qwen3Next, Qwen35, Qwen4, OlmoHybrid, Lara),
+    *(KimiLinear, Bailing, Glm5Next),
 )
 #: Family by its ``architectures``.
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
@@ -42,16 +44,21 @@ BY_MODEL_TYPE: dict[str, type[Family]] = {
     "qwen3_5_text": Qwen35,
     "qwen3_5_moe": Qwen35,
     "qwen3_5_moe_text": Qwen35,
+    "qwen4_exp": Qwen4,
+    "qwen4_exp_text": Qwen4,
     "kimi_linear": KimiLinear,
+    "glm5_next": Glm5Next,
+    "glm5_next_text": Glm5Next,
 }
 #: Keys of a wrapper around a text model that say nothing about the text model.
 WRAPPER_KEYS = (
     *TEXT_SECTIONS,
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
     *("language_model_only", "tie_word_embeddings", "eos_token_id", "quantization_config"),
 )
 HINT = (
-    "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Kimi-Linear, Ling 3.0, Granite 4,"
+    "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Qwen3.8-Flash-Next, Kimi-Linear, Ling 3.0, GLM-5.3-Flash, Granite 4,"
     " Falcon-H1, Bamba, OLMo-Hybrid, Lara-4-Mini, Mamba2"
 )
 

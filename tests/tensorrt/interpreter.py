@@ -52,9 +52,10 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "GREATER": torch.gt,
     "AND": torch.logical_and,
     "LESS": torch.lt,
+    "OR": torch.logical_or,
     "FLOOR_DIV": lambda a, b: torch.div(a, b, rounding_mode="floor"),
 }
-UNARY = {"SQRT": torch.sqrt, "NOT": torch.logical_not}
+UNARY = {"SQRT": torch.sqrt, "NOT": torch.logical_not, "ABS": torch.abs, "SIGN": torch.sign}
 ACTIVATIONS = {"RELU": torch.relu, "SIGMOID": torch.sigmoid}
 
 
