@@ -21,6 +21,8 @@ COMMANDS = {
     "build": "build an engine folder from a checkpoint",
     "generate": "generate text with an engine",
     "bench": "measure throughput and latency of an engine",
+    "serve": "serve an engine with Triton Inference Server and OpenAI's interface",
+    "triton-repo": "write a model repository for Triton Inference Server",
     "inspect": "show layers, parameters, state and ring sizes of a model, a checkpoint or an engine",
     "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",
@@ -54,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trtllm-replayssm {trtllm_replayssm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in COMMANDS.items():
-        module = import_module(f"trtllm_replayssm.cli.{name}")
+        module = import_module(f"trtllm_replayssm.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,

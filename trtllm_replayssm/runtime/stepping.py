@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 from typing import Protocol
@@ -41,10 +42,11 @@ class SteppingThread:
     def __init__(
         self,
         scheduler: Steppable,
-        after_step: Callable[[Sequence[Update]], None] = lambda updates: None,
+        after_step: Callable[[Sequence[Update], int], None] = lambda updates, began: None,
         lost: Callable[[Exception], None] | None = None,
     ) -> None:
-        """after_step: called in the thread with what a step brought, before the receivers are.
+        """after_step: called in the thread with what a step brought and when it began, in ns since the epoch, before the
+        receivers are.
 
         lost: who is told when a step fails in a way that no request of its own explains, where the scheduler cannot go on
         after that; without it, all requests end with the error, and the thread goes on with new ones.
@@ -109,8 +111,7 @@ class SteppingThread:
             try:
                 for action, _ in orders:
                     action()
-                updates = self.scheduler.step() if self.scheduler.busy else []
-                self.after_step(updates)
+                updates = self.step() if self.scheduler.busy else []
             except Exception as error:
                 log.error(
                     "a step failed, and all requests with it: %s", error, exc_info=log.isEnabledFor(logging.DEBUG)
@@ -124,6 +125,12 @@ class SteppingThread:
         for _, otherwise in orders:
             otherwise(self.ended)
         self.end_all(self.ended)
+
+    def step(self) -> list[Update]:
+        began = time.time_ns()
+        updates = self.scheduler.step()
+        self.after_step(updates, began)
+        return updates
 
     def fail(self, error: Exception) -> None:
         """No request of its own explains the error."""

@@ -1,0 +1,116 @@
+"""A Triton server as the front sees it: prompts go there by gRPC, tokens come back one response after the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.triton.repository import TOKEN_MODEL
+
+
+class BackendError(Exception):
+    """The Triton server has refused a request, or cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one response brings. finish_reason: of the last one; empty before. top: per token, the likeliest ones' ids and
+    log-probabilities."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+class Backend:
+    """The model behind a gRPC address."""
+
+    def __init__(self, address: str) -> None:
+        self.client = triton.InferenceServerClient(address)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def is_ready(self) -> bool:
+        try:
+            return bool(await self.client.is_model_ready(TOKEN_MODEL))
+        except InferenceServerException:
+            return False
+
+    async def stream(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Piece]:
+        """The continuation of a prompt, piece by piece. Leaving the loop early cancels the request.
+
+        Raises BackendError.
+        """
+
+        async def request() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": TOKEN_MODEL, "inputs": inputs(token_ids, params)}
+
+        responses = self.client.stream_infer(request())
+        try:
+            async for result, error in responses:
+                if error is not None:
+                    raise BackendError(error.message())
+                piece = read_piece(result)
+                yield piece
+                if piece.finish_reason:
+                    return
+        except InferenceServerException as error:
+            raise BackendError(error.message()) from None
+        finally:
+            responses.cancel()
+
+
+def inputs(token_ids: list[int], params: SamplingParams) -> list[triton.InferInput]:
+    arrays: dict[str, np.ndarray] = {
+        "input_ids": np.asarray([token_ids], np.int32),
+        "request_output_len": np.asarray([[params.max_tokens]], np.int32),
+        "streaming": np.asarray([[True]]),
+        "seed": np.asarray([[params.seed]], np.uint64),
+        "temperature": np.asarray([[params.temperature]], np.float32),
+    }
+    if params.top_k is not None:
+        arrays["runtime_top_k"] = np.asarray([[params.top_k]], np.int32)
+    if params.top_p is not None:
+        arrays["runtime_top_p"] = np.asarray([[params.top_p]], np.float32)
+    if params.logprobs is not None:
+        arrays["num_log_probs"] = np.asarray([[params.logprobs]], np.int32)
+    if params.stop_words:
+        arrays["stop_words"] = np.asarray([[word.encode() for word in params.stop_words]], np.object_)
+    if params.stop_token_ids:
+        ids = list(params.stop_token_ids)
+        arrays["stop_words_list"] = np.asarray([[ids, range(1, len(ids) + 1)]], np.int32)
+    if params.ignore_eos:
+        arrays["end_id"] = np.asarray([[-1]], np.int32)
+    made = []
+    for name, array in arrays.items():
+        tensor = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        made.append(tensor)
+    return made
+
+
+def read_piece(result: Any) -> Piece:
+    def array(name: str) -> Any:
+        found = result.as_numpy(name)
+        return None if found is None else found[0]
+
+    def text(name: str) -> str:
+        return str(array(name)[0].decode())
+
+    logprobs, ids, values = array("output_log_probs"), array("top_token_ids"), array("top_log_probs")
+    return Piece(
+        text("text_output"),
+        array("output_ids").reshape(-1).tolist(),
+        text("finish_reason"),
+        [] if logprobs is None else logprobs[0].tolist(),
+        [] if ids is None else [list(zip(*row)) for row in zip(ids[0].tolist(), values[0].tolist())],
+    )

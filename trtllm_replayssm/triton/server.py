@@ -1,0 +1,202 @@
+"""A Triton server as a child of this process: started, waited for, and ended with everything that it started."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from trtllm_replayssm.errors import EngineError, UserError
+from trtllm_replayssm.triton.installation import Installation
+
+log = logging.getLogger(__name__)
+
+#: Seconds that running requests get when the server is told to end, and that it gets after that.
+EXIT_TIMEOUT, KILL_AFTER = 3, 10.0
+#: Lines of the server's log that are kept for an explanation.
+KEPT_LINES = 200
+SHARED_MEMORY = Path("/dev/shm")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a server listens. host: address of the interface; 0.0.0.0 for all."""
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+
+    @property
+    def local(self) -> str:
+        """A host under which this machine reaches it."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
+
+def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
+    """The wanted ports, a free one in place of 0. Raises UserError when one cannot be had."""
+    chosen: dict[str, int] = {}
+    held = []
+    try:
+        for name, port in wanted.items():
+            if not 0 <= port < 1 << 16:
+                raise UserError(f"--{name}_port is {port}; ports are 0 to {(1 << 16) - 1}")
+            if port in chosen.values():
+                raise UserError(f"--{name}_port is {port}, which another option has too")
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            held.append(probe)
+            # A port whose last connections are still being closed may be had.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError as error:
+                raise UserError(
+                    f"port {port} of {host} cannot be used: {(error.strerror or str(error)).lower()}",
+                    f"choose another with --{name}_port, or 0 for any",
+                ) from None
+            chosen[name] = probe.getsockname()[1]
+    finally:
+        for probe in held:
+            probe.close()
+    return chosen
+
+
+class TritonServer:
+    """A running server; ``with`` ends it."""
+
+    def __init__(
+        self,
+        installation: Installation,
+        repository: Path,
+        ports: Ports,
+        more: Sequence[str] = (),
+        verbose: bool = False,
+    ) -> None:
+        """more: further options of tritonserver. verbose: show its log. Raises UserError when it cannot be started."""
+        self.ports, self.verbose = ports, verbose
+        #: Two servers of one machine must not share memory.
+        self.prefix = f"trtllm_replayssm_{os.getpid()}_{time.monotonic_ns()}_"
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        command = [
+            str(installation.executable),
+            f"--model-repository={repository}",
+            *(f"--{name}-address={ports.host}" for name in ("http", "grpc", "metrics")),
+            f"--http-port={ports.http}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-port={ports.metrics}",
+            f"--backend-config=python,shm-region-prefix-name={self.prefix}",
+            f"--exit-timeout-secs={EXIT_TIMEOUT}",
+            *([] if has_gpu() else ["--allow-gpu-metrics=false"]),
+            *installation.options,
+            *more,
+        ]
+        log.debug("%s", " ".join(command))
+        try:
+            # In a session of its own: signals of the terminal come to us alone, and we end it in good order.
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **installation.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            )
+        except OSError as error:
+            raise UserError(f"{installation.executable} cannot be started: {error.strerror or error}") from None
+        self.reader = Thread(target=self.read, name="tritonserver-log", daemon=True)
+        self.reader.start()
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if self.verbose:
+                print(line, end="", file=sys.stderr, flush=True)
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Raises EngineError with the server's reason when it ends before it is ready, or takes too long."""
+        deadline = time.monotonic() + seconds
+        while not self.is_ready():
+            if self.process.poll() is not None:
+                self.reader.join(1)
+                raise EngineError(f"the Triton server could not start: {self.reason()}", LOG_HINT)
+            if time.monotonic() > deadline:
+                raise EngineError(f"the Triton server was not ready after {seconds:g} seconds", LOG_HINT)
+            time.sleep(0.1)
+
+    def is_ready(self) -> bool:
+        try:
+            with closing(urlopen(f"http://{self.ports.local}:{self.ports.http}/v2/health/ready", timeout=5)) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError):
+            return False
+
+    def reason(self) -> str:
+        """Why it ended, by its log."""
+        text = "\n".join(self.lines)
+        for pattern in REASONS:
+            if found := re.findall(pattern, text):
+                return str(found[-1]).strip()
+        return self.lines[-1] if self.lines else f"it ended with status {self.process.returncode} without a word"
+
+    def close(self) -> None:
+        """End the server and every process that it started, and remove what they leave in shared memory."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(EXIT_TIMEOUT + KILL_AFTER)
+            except subprocess.TimeoutExpired:
+                log.warning("the Triton server did not end by itself and was killed")
+        kill_group(self.process.pid)
+        self.process.wait()
+        self.reader.join(1)
+        for left in SHARED_MEMORY.glob(f"*{self.prefix}*"):
+            left.unlink(missing_ok=True)
+
+
+#: What tells why a server ended, the plainest first.
+REASONS = (r"UNAVAILABLE: Internal: (.*)", r"failed to load .*?: (.*)", r"error: (.*)", r"^E\d.*?\] \"?(.*?)\"?$")
+LOG_HINT = "add --log_level debug to see the server's log"
+
+
+def kill_group(leader: int) -> None:
+    """End what is left of a group of processes."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def end_with_parent() -> None:
+    """Called in the child: have it ended when the process that started it is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None

@@ -1,0 +1,117 @@
+"""``serve``: a repository, a Triton server on it, and OpenAI's interface before it, until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from trtllm_replayssm.errors import EngineError, UserError, pip_extra
+from trtllm_replayssm.triton.installation import find_server
+from trtllm_replayssm.triton.options import ServingOptions
+from trtllm_replayssm.triton.repository import TEXT_MODEL, TOKEN_MODEL, write_repository
+from trtllm_replayssm.triton.server import Ports, TritonServer, choose_ports
+
+log = logging.getLogger(__name__)
+
+#: What ends a server in the ordinary way.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds between looks whether the Triton server is still there, and that open connections get at the end.
+WATCH_PERIOD, CLOSE_SECONDS = 0.5, 1.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What ``serve`` was asked for. ports: of http, grpc, metrics and openai; 0 for a free one. model: name for OpenAI's
+    clients. tritonserver: the program, or None to look for it."""
+
+    options: ServingOptions
+    host: str
+    ports: Mapping[str, int]
+    model: str
+    tritonserver: Path | None = None
+    startup_timeout: float = 600.0
+    triton_options: tuple[str, ...] = ()
+    verbose: bool = False
+
+
+def serve(deployment: Deployment, work_folder: Path) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP; returns 0 then, when nothing is left running.
+
+    Raises UserError or EngineError when the server cannot be started, or ends by itself.
+    """
+    engine = Path(deployment.options.engine_dir)
+    with_text = (engine / "tokenizer.json").is_file()
+    if with_text and (missing := [name for name in ("aiohttp", "tritonclient") if find_spec(name) is None]):
+        raise UserError(f"OpenAI's interface needs {missing[0]}, which is not installed", pip_extra("serve"))
+    repository = work_folder / "models"
+    write_repository(deployment.options, repository)
+    installation = find_server(deployment.tritonserver, work_folder)
+    wanted = {name: port for name, port in deployment.ports.items() if with_text or name != "openai"}
+    chosen = choose_ports(deployment.host, wanted)
+    ports = Ports(deployment.host, chosen["http"], chosen["grpc"], chosen["metrics"])
+    log.info("loading %s", engine)
+    with TritonServer(installation, repository, ports, deployment.triton_options, deployment.verbose) as server:
+        server.wait_until_ready(deployment.startup_timeout)
+        asyncio.run(attend(server, deployment, engine, chosen.get("openai")))
+    log.info("stopped")
+    return 0
+
+
+async def attend(server: TritonServer, deployment: Deployment, engine: Path, openai_port: int | None) -> None:
+    """Serve OpenAI's interface, where there is one, until a signal comes. Raises EngineError when Triton ends by itself."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, stop.set)
+    if openai_port is None:
+        announce(server.ports, None)
+        await watch(server, stop)
+        return
+    from aiohttp import web
+
+    from trtllm_replayssm.triton.openai.app import Front
+    from trtllm_replayssm.triton.openai.backend import Backend
+
+    backend = Backend(f"{server.ports.local}:{server.ports.grpc}")
+    # A handler ends when its client leaves, and its requests with it.
+    runner = web.AppRunner(
+        Front(engine, deployment.model, backend).app(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=CLOSE_SECONDS,
+    )
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, deployment.host, openai_port).start()
+        announce(server.ports, openai_port, deployment.model)
+        await watch(server, stop)
+    finally:
+        await runner.cleanup()
+        await backend.close()
+
+
+async def watch(server: TritonServer, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        if server.process.poll() is not None:
+            raise EngineError(f"the Triton server has ended: {server.reason()}")
+        try:
+            await asyncio.wait_for(stop.wait(), WATCH_PERIOD)
+        except asyncio.TimeoutError:
+            continue
+
+
+def announce(ports: Ports, openai_port: int | None, model: str = "") -> None:
+    """The addresses, and that they answer."""
+    host = f"[{ports.host}]" if ":" in ports.host else ports.host
+    log.info("ready: models %s (token ids) and %s (text)", TOKEN_MODEL, TEXT_MODEL)
+    log.info("HTTP     http://%s:%d/v2", host, ports.http)
+    log.info("gRPC     %s:%d", host, ports.grpc)
+    log.info("metrics  http://%s:%d/metrics", host, ports.metrics)
+    if openai_port is not None:
+        log.info("OpenAI   http://%s:%d/v1, model %s", host, openai_port, model)
+    else:
+        log.info("no OpenAI interface: the engine has no tokenizer")
