@@ -21,6 +21,7 @@ from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.network.tensorrt.build import StepSizes
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
@@ -80,9 +81,13 @@ def expected_tensors(emission: Emission) -> dict[str, tuple[str, torch.dtype, tu
         slot = pool.shape if pool.kind == "kv" else (pool.slot_bytes // pool.dtype.itemsize,)
         expected[name] = ("in", pool.dtype, (-1, *slot))
         expected[f"{name}_out"] = ("out", pool.dtype, (-1, *slot))
-    for name, layer in emission.decoder.named_layers():
+    for name, layer in emission.decoder.named_parts():
         for tensor, (direction, width) in CUTS.get(layer.kind, lambda layer: {})(layer).items():
             expected[f"cut/{name}/{tensor}"] = (direction, activation, (-1, -1, width))
+        indexer = getattr(layer, "indexer", None)
+        for tensor, direction in (("x", "out"), ("y", "in")) if indexer else ():
+            shape = (-1, -1, indexer.ring_channels)
+            expected[f"cut/{name}.indexer/causal_conv/{tensor}"] = (direction, activation, shape)
     return expected
 
 
@@ -115,5 +120,9 @@ def kda_cuts(layer: Kda) -> dict[str, tuple[str, int]]:
     }
 
 
+def ngram_cuts(layer: NgramEmbedding) -> dict[str, tuple[str, int]]:
+    return {"causal_conv/x": ("out", layer.channels), "causal_conv/y": ("in", layer.channels)}
+
+
 #: Tensors at which a network is cut, by layer kind.
-CUTS = {"mamba2": mamba2_cuts, "gated_delta": gated_delta_cuts, "kda": kda_cuts}
+CUTS = {"mamba2": mamba2_cuts, "gated_delta": gated_delta_cuts, "kda": kda_cuts, "ngram": ngram_cuts}
