@@ -210,3 +210,40 @@ def test_rows_that_cannot_be_run_are_named(
     data.write_text(row + "\n")
     assert bench(engine, "--dataset", data, "--output_len", 3) == 1
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+# ---- synthetic engines -----------------------------------------------------------------------------------------------
+
+
+def small_config(folder: Path) -> Path:
+    """config.json of Codestral Mamba in a size for a CPU."""
+    path, published = folder / "config.json", Path(__file__).parent / "data" / "configs" / "codestral_mamba_7b.json"
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "expand": 2}
+    sizes |= {"state_size": 16, "n_groups": 1}
+    path.write_text(json.dumps(json.loads(published.read_text()) | sizes))
+    return path
+
+
+def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    words = ["bench", "--synthetic_config", str(small_config(tmp_path)), "--dtype", "float32", "--max_batch_size", "3"]
+    lengths = "--num_requests 5 --input_len 9 --output_len 8 --max_seq_len 64 --max_draft_len 2"
+    forced = ["--forced_acceptance_length", "2", "--report_json", str(report)]
+    assert main([*words, *lengths.split(), *forced]) == 0, capsys.readouterr().err
+    data = json.loads(report.read_text())
+    assert data["world_info"]["max_batch_size"] == 3
+    assert data["engine"]["replayssm"]["max_draft_len"] == 2
+    assert data["decoding_stats"]["num_draft_tokens_percentiles"]["minimum"] > 0
+
+
+def test_options_of_a_synthetic_engine_are_not_for_a_built_one(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(engine, "--replay_window", 4) == 1
+    assert "shapes the engine of a --synthetic_config" in capsys.readouterr().err
+    assert main(["bench", "--synthetic_config", str(tmp_path)]) == 1
+    assert "is not a file" in capsys.readouterr().err
+    unknown = tmp_path / "config.json"
+    unknown.write_text('{"model_type": "llama"}')
+    assert main(["bench", "--synthetic_config", str(unknown)]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -11,12 +11,13 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from trtllm_replayssm.cli.generate import speculation_options
-from trtllm_replayssm.cli.options import path_argument
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.replay import Fold
 
 if TYPE_CHECKING:
     from trtllm_replayssm.bench.workload import Item
@@ -25,8 +26,31 @@ if TYPE_CHECKING:
     from trtllm_replayssm.runtime.session import Session
 
 
+#: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
+SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("dtype", {"choices": FLOAT_DTYPES}, "of activations and weights; by default bfloat16"),
+    ("tp_size", {"type": int}, "ranks; by default 1"),
+    ("max_batch_size", {"type": int}, "requests that run at the same time; by default 8"),
+    ("max_seq_len", {"type": int}, "most tokens of a request; by default 4096, or what the model was trained for"),
+    ("max_num_tokens", {"type": int}, "most tokens of a prefill step; by default 8192"),
+    ("replay_window", {"type": int}, "tokens of a request that wait in its ring; by default 16"),
+    ("state_dtype", {"choices": FLOAT_DTYPES}, "dtype of the recurrent state; by default float32"),
+    ("ring_dtype", {"choices": ("auto", *FLOAT_DTYPES)}, "dtype of the ring's activations; by default auto"),
+    ("replay_fold", {"choices": get_args(Fold)}, "how a delta-rule layer folds; by default exact"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine_dir", type=path_argument, required=True, help="folder written by build")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--engine_dir", type=path_argument, help="folder written by build")
+    source.add_argument(
+        "--synthetic_config",
+        type=path_argument,
+        help="config.json of a model, which gets random weights: its true speed",
+    )
+    synthetic = parser.add_argument_group("engine of a --synthetic_config", "As for convert and build.")
+    for name, kind, text in SYNTHETIC_OPTIONS:
+        synthetic.add_argument(f"--{name}", help=text, **kind)
     requests = parser.add_argument_group("requests")
     requests.add_argument(
         "--dataset",
@@ -87,7 +111,13 @@ def run(args: argparse.Namespace) -> int:
             check_writable(path)
     if args.warmup < 0 or args.random_seed < 0:
         raise UserError("--warmup and --random_seed must be 0 or more")
-    world_size = EngineConfig.read(args.engine_dir).world_size
+    given = {name: value for name, *_ in SYNTHETIC_OPTIONS if (value := getattr(args, name)) is not None}
+    if args.engine_dir is not None and given:
+        raise UserError(
+            f"--{next(iter(given))} shapes the engine of a --synthetic_config",
+            "an engine folder was built with its own",
+        )
+    world_size = EngineConfig.read(args.engine_dir).world_size if args.engine_dir else (args.tp_size or 1)
     if world_size > 1 and not started_by_torchrun():
         return run_ranks(world_size, bench_on_rank, args, args.device)
     return bench(args)
@@ -110,11 +140,26 @@ def bench(args: argparse.Namespace) -> int:
         from trtllm_replayssm.bench.plots import check_matplotlib
 
         check_matplotlib()
-    engine = Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl)
+    if args.engine_dir is not None:
+        engine = Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl)
+    else:
+        engine = synthetic(args)
     with lost_ranks(engine.config.world_size):
         if args.decode_batch_sizes is not None or args.profile_context_lens is not None:
             return bench_steps(args, engine)
         return bench_requests(args, engine)
+
+
+def synthetic(args: argparse.Namespace) -> Engine:
+    """This process's rank of an engine with random weights. Raises CheckpointError, UserError or EngineError."""
+    from trtllm_replayssm.runtime.engine_config import BuildOptions
+    from trtllm_replayssm.runtime.synthetic import synthetic_checkpoint, synthetic_engine
+
+    longest = 0 if args.max_draft_len is None else args.max_draft_len
+    options = {name: getattr(args, name) for name, *_ in SYNTHETIC_OPTIONS if name not in ("dtype", "tp_size")}
+    build = BuildOptions(**{name: value for name, value in options.items() if value is not None}, max_draft_len=longest)
+    checkpoint = synthetic_checkpoint(args.synthetic_config, args.dtype or "bfloat16", args.tp_size or 1)
+    return synthetic_engine(checkpoint, build, args.device, args.random_seed, args.plugin_impl)
 
 
 def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
