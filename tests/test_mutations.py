@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_parity import PROMPT, TOLERANCE, absorb, case
+from test_parity import PROMPT, TOLERANCE, absorb, case, spoiled_session
 from torch import Tensor
 
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -16,10 +16,12 @@ from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
+from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.network.base import Rope
-from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.engine import Engine
 
 #: Change of a layer's weight, given the layer.
 WeightChange = Callable[[Layer, Tensor], Tensor]
@@ -91,6 +93,13 @@ def halves_swapped(layer: Layer, weight: Tensor) -> Tensor:
 
 def bc(layer: Mamba2) -> int:
     return layer.n_groups * layer.state_size
+
+
+def without_scale(index: int) -> tuple[float, ...]:
+    """The factors of falcon_h1's projections, one of them forgotten."""
+    scales = [1.35, 0.8, 1.2, 0.7, 1.4]
+    scales[index] = 1.0
+    return tuple(scales)
 
 
 MISTAKES = (
@@ -172,39 +181,68 @@ MISTAKES = (
     Mistake("shared expert dropped", "nemotron_h_moe", Moe, weight=("shared.down.weight", zero)),
     Mistake("shared expert's gate dropped", "qwen3_next", Moe, {"shared_gate": False}),
     Mistake("gate and up of experts swapped", "qwen3_5_moe_vl", Moe, weight=("experts.up.weight", halves_swapped)),
+    Mistake("residual factor of Mamba-2 ignored", "granite4_dense", Mamba2, {"output_scale": 1.0}),
+    Mistake("residual factor of attention ignored", "granite4_dense", Attention, {"output_scale": 1.0}),
+    Mistake("residual factor of SwiGLU ignored", "granite4_dense", Mlp, {"output_scale": 1.0}),
+    Mistake("residual factor of experts ignored", "granite4_moe", Moe, {"output_scale": 1.0}),
+    Mistake("attention_multiplier ignored", "granite4_moe", Attention, {"scale": 0.25}),
+    Mistake("softmax over all experts", "granite4_moe", Moe, {"normalise": False}),
+    Mistake("gate and up of fused rows swapped", "granite4_dense", Mlp, weight=("up.weight", halves_swapped)),
+    Mistake("RoPE of a member without Mamba-2 forgotten", "granite4_attention", Attention, {"rope": None}),
+    Mistake("RoPE in a member without", "granite4_moe", Attention, {"rope": Rope(16, 1e4)}),
+    *(Mistake(f"ssm_multipliers[{i}] ignored", "falcon_h1", Mamba2, {"scales": without_scale(i)}) for i in range(5)),
+    Mistake("ssm_in_multiplier ignored", "falcon_h1", Mamba2, {"input_scale": 1.0}),
+    Mistake("ssm_out_multiplier ignored", "falcon_h1_norm", Mamba2, {"output_scale": 1.0}),
+    Mistake("attention_in_multiplier ignored", "falcon_h1", Attention, {"input_scale": 1.0}),
+    Mistake("attention_out_multiplier ignored", "falcon_h1", Attention, {"output_scale": 1.0}),
+    Mistake("key_multiplier ignored", "falcon_h1", Attention, {"scale": 0.25}),
+    Mistake("mlp_multipliers[0] ignored", "falcon_h1", Mlp, {"gate_scale": 1.0}),
+    Mistake("mlp_multipliers[1] ignored", "falcon_h1_norm", Mlp, {"output_scale": 1.0}),
+    Mistake("attention beside Mamba-2 lost", "falcon_h1", Attention, weight=("dense.weight", zero)),
+    Mistake("RoPE over the full head", "bamba", Attention, {"rope": Rope(16, 1e4)}),
+    Mistake("beta not doubled", "olmo_hybrid", GatedDelta, {"beta_scale": 1.0}),
+    Mistake("norm in front of attention", "olmo_hybrid", Attention, {"norm_after": False}),
+    Mistake("all norms behind their branches", "olmo_hybrid", Mlp, {"norm_after": True}),
+    Mistake("RoPE in a model without", "olmo_hybrid", Attention, {"rope": Rope(16, 1e4)}),
+    Mistake("RoPE dropped", "olmo_hybrid_rope", Attention, {"rope": None}),
+    Mistake("q norm before the heads are told apart", "olmo_hybrid", Attention, weight=("q_norm.weight", flipped)),
+    Mistake("window ignored", "lara_mini", Attention, {"window": None}),
+    Mistake("window one token longer", "lara_mini", Attention, {"window": 9}),
+    Mistake("RoPE over everything, too", "lara_mini", Attention, {"rope": Rope(16, 1e4)}),
+    Mistake("RoPE in no layer", "lara_mini", Attention, {"rope": None}),
 )
 
 
-def changed(mistake: Mistake, session: Session) -> None:
-    """Makes the mistake in every layer of its kind."""
-    decoder, weights = session.engine.decoder, dict(session.engine.weights)
-    layers = list(decoder.layers)
-    made = 0
-    for i, (name, layer) in enumerate(decoder.named_layers()):
-        if type(layer) is not mistake.layer:
-            continue
-        if mistake.change is not None:
-            layers[i] = replace(layer, **mistake.change)
-        if mistake.weight is not None:
-            suffix, change = mistake.weight
+def changed(mistake: Mistake, engine: Engine) -> Engine:
+    """The engine with the mistake in every layer of its kind."""
+    decoder, weights = engine.decoder, dict(engine.weights)
+    found = [(name, layer) for name, layer in decoder.named_parts() if type(layer) is mistake.layer]
+    assert found, f"{mistake.model} has no {mistake.layer.kind}"
+    if mistake.weight is not None:
+        suffix, change = mistake.weight
+        for name, layer in found:
             weights[f"{name}.{suffix}"] = change(layer, weights[f"{name}.{suffix}"])
-        made += 1
-    assert made, f"{mistake.model} has no {mistake.layer.kind}"
-    session.engine = replace(session.engine, decoder=replace(decoder, layers=tuple(layers)), weights=weights)
+    layers = tuple(mistaken(layer, mistake) for layer in decoder.layers)
+    return replace(engine, decoder=replace(decoder, layers=layers), weights=weights)
 
 
-def effect(model: str, session: Session) -> float:
+def mistaken(layer: Layer, mistake: Mistake) -> Layer:
+    if isinstance(layer, SideBySide):
+        return replace(layer, layers=tuple(mistaken(part, mistake) for part in layer.layers))
+    return replace(layer, **(mistake.change or {})) if type(layer) is mistake.layer else layer
+
+
+def effect(model: str, engine: Engine) -> float:
     """Largest difference from transformers, in units of the logits' standard deviation."""
     c = case(model)
-    logits = absorb(session, c.ids[:, : 3 * PROMPT])
+    logits = absorb(spoiled_session(engine), c.ids[:, : 3 * PROMPT])
     return float((logits - c.logits[:, : 3 * PROMPT]).abs().max() / c.logits.std())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_mistakes_in_a_layer_are_seen(mistake: Mistake) -> None:
-    session = case(mistake.model).session()
-    changed(mistake, session)
-    assert effect(mistake.model, session) > mistake.effect >= 5 * TOLERANCE
+    engine = changed(mistake, case(mistake.model).engine)
+    assert effect(mistake.model, engine) > mistake.effect >= 5 * TOLERANCE
 
 
 def decoder_with(**fields: object) -> Callable[[HybridDecoder], HybridDecoder]:
@@ -217,9 +255,13 @@ def decoder_with(**fields: object) -> Callable[[HybridDecoder], HybridDecoder]:
         pytest.param("qwen3_next", decoder_with(norm_zero_centred=False), id="norm weight without plus one"),
         pytest.param("kimi_linear", decoder_with(norm_zero_centred=True), id="plain norm taken as zero-centred"),
         pytest.param("nemotron_h_dense", lambda d: replace(d, layers=d.layers[:-1]), id="last layer lost"),
+        *(
+            pytest.param(model, decoder_with(**{end: 1.0}), id=f"{end} of {model} ignored")
+            for model in ("granite4_dense", "falcon_h1")
+            for end in ("embedding_scale", "logits_scale")
+        ),
     ],
 )
 def test_mistakes_in_the_decoder_are_seen(model: str, change: Callable[[HybridDecoder], HybridDecoder]) -> None:
-    session = case(model).session()
-    session.engine = replace(session.engine, decoder=change(session.engine.decoder))
-    assert effect(model, session) > 0.05
+    engine = case(model).engine
+    assert effect(model, replace(engine, decoder=change(engine.decoder))) > 0.05

@@ -41,16 +41,20 @@ class Case:
         return TOLERANCE * max(1.0, float(self.logits.std()))
 
     def session(self, **replay: int | str) -> Session:
-        """A session whose pools hold NaN, so that nothing stale can pass for a zero."""
-        session = Session(with_replay(self.engine, **replay))
-        for pool in session.pools.values():
-            spoiled(pool)
-        return session
+        return spoiled_session(with_replay(self.engine, **replay))
 
     def check(self, logits: Tensor, row: int | slice, start: int) -> None:
         expected = self.logits[row, start : start + logits.shape[-2]]
         error = float((logits - expected).abs().max())
         assert error < self.tolerance, f"logits differ by {error:.1e} from position {start}"
+
+
+def spoiled_session(engine: Engine) -> Session:
+    """A session whose pools hold NaN, so that nothing stale can pass for a zero."""
+    session = Session(engine)
+    for pool in session.pools.values():
+        spoiled(pool)
+    return session
 
 
 @cache
