@@ -219,7 +219,7 @@ def small_config(folder: Path) -> Path:
     """config.json of Codestral Mamba in a size for a CPU."""
     path, published = folder / "config.json", Path(__file__).parent / "data" / "configs" / "codestral_mamba_7b.json"
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "expand": 2}
-    sizes |= {"state_size": 16, "n_groups": 1}
+    sizes |= {"state_size": 16, "n_groups": 1, "intermediate_size": 64}
     path.write_text(json.dumps(json.loads(published.read_text()) | sizes))
     return path
 
