@@ -12,17 +12,22 @@ import torch
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.indexer import Indexer
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.traffic import RecurrentBytes
+
+#: Tokens over which the growth of caches is averaged: a multiple of every step in which they grow.
+SPAN = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,8 @@ def inspect_model(subject: Subject) -> Report:
 
 
 def layer_group(subject: Subject, layer: Layer, count: int) -> LayerGroup:
-    hidden = subject.decoder.hidden_size
-    own = [*layer.parameters(hidden).values(), subject.decoder.norm()]
+    decoder, hidden = subject.decoder, subject.decoder.hidden_size
+    own = decoder.branch(layer, decoder.streams).values()
     elements = sum(p.elements for p in own)
     pools = rank_pools(subject, layer)
     return LayerGroup(
@@ -171,8 +176,16 @@ def layer_group(subject: Subject, layer: Layer, count: int) -> LayerGroup:
         state_bytes=count * kind_bytes(pools, "state"),
         ring_bytes=count * kind_bytes(pools, "ring"),
         conv_bytes=count * kind_bytes(pools, "conv"),
-        kv_bytes_per_token=count * kind_bytes(rank_pools(replace(subject, max_seq_len=1), layer, drafts=False), "kv"),
+        kv_bytes_per_token=count * kv_bytes_per_token(subject, layer),
     )
+
+
+def kv_bytes_per_token(subject: Subject, layer: Layer) -> int:
+    """What the caches of a layer grow by with each token, on one rank; their rows may come in larger steps."""
+    empty, grown = (
+        kind_bytes(rank_pools(replace(subject, max_seq_len=length), layer, drafts=False), "kv") for length in (0, SPAN)
+    )
+    return (grown - empty) // SPAN
 
 
 def rank_pools(subject: Subject, layer: Layer, drafts: bool = True) -> list[Pool]:
@@ -239,6 +252,7 @@ def describe_attention(layer: Any) -> tuple[str, ...]:
         f"rope {layer.rope.dim}" if layer.rope else "no rope",
         "gated" if layer.output_gate else "",
         f"window {layer.window}" if layer.window else "",
+        describe_indexer(layer.indexer),
     )
 
 
@@ -248,7 +262,12 @@ def describe_mla(layer: Any) -> tuple[str, ...]:
         f"q rank {layer.q_rank}" if layer.q_rank else "",
         "rope" if layer.rope else "no rope",
         f"gated per {layer.gate}" if layer.gate else "",
+        describe_indexer(layer.indexer),
     )
+
+
+def describe_indexer(indexer: Indexer | None) -> str:
+    return "" if indexer is None else f"top {indexer.count} of blocks of {indexer.block}"
 
 
 DESCRIPTIONS: dict[type[Layer], Any] = {
@@ -261,6 +280,9 @@ DESCRIPTIONS: dict[type[Layer], Any] = {
     Kda: lambda m: (
         f"{m.num_heads} heads x {m.head_dim}, conv {m.conv_kernel},",
         "softplus gate" if m.lower_bound is None else f"gate above {m.lower_bound:g}",
+    ),
+    NgramEmbedding: lambda n: (
+        f"{len(n.hash.primes)} tables x {n.full_width}, {n.rows} rows, n up to {n.ngram_size}, conv {n.conv_kernel}",
     ),
     SideBySide: lambda s: (" + ".join(f"{layer.kind} {describe(layer)}" for layer in s.layers),),
     Attention: describe_attention,

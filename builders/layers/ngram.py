@@ -63,9 +63,9 @@ class NgramEmbedding(StreamLayer):
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         channels, embedded = self.channels, (self.ngram_size - 1) * self.heads * self.full_width
         norm = Parameter((channels,), nonzero=False)
-        table = (self.shards, self.rows // self.shards, self.full_width)
+        table = (self.shards, self.rows // self.shards, self.width)
         return {
-            "table.weight": Parameter(table, 2, (Segment(self.full_width, self.full_width),)),
+            "table.weight": Parameter(table, 2, (Segment(self.width, self.width),)),
             "key.weight": Parameter((channels, embedded)),
             "value.weight": Parameter((hidden_size, embedded)),
             "key_norm.weight": norm,

@@ -6,6 +6,7 @@ holds is stated here once more, by slicing it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,16 +14,18 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_harness import LAYERS, PLAN, random_input, random_weights, run
+from layer_harness import LAYERS, PLAN, random_input, random_tokens, random_weights, run
 from torch import Tensor
 
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.indexer import Indexer, MeanIndexer, PooledIndexer
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
+from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.network.base import Rope
 
@@ -106,13 +109,64 @@ def rotated(x: Tensor, rope: Rope | None) -> Tensor:
     return torch.cat(((pairs if rope.interleaved else pairs.transpose(-1, -2)).flatten(-2), rest), -1)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """q ``[T, H, D]``, k and v ``[T, Hkv, D]``; ``[T, H * Dv]``."""
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, chosen: Tensor | None = None
+) -> Tensor:
+    """q ``[T, H, D]``, k and v ``[T, Hkv, D]``; ``[T, H * Dv]``. chosen: bool ``[T, T]``, the keys that a token may see."""
     behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
     seen = (behind >= 0) & (behind < (window or len(q)))
+    seen = seen if chosen is None else seen & chosen
     share = q.shape[1] // k.shape[1]
     heads = (x.transpose(0, 1) for x in (q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)))
     return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale).transpose(0, 1).flatten(1)
+
+
+def chosen_keys(indexer: Indexer | None, w: Weights, x: Tensor, query: Tensor) -> Tensor | None:
+    """bool ``[T, T]``: for every token, the whole blocks of best scores, and what lies behind the last whole block."""
+    if indexer is None:
+        return None
+    w = {name.removeprefix("indexer."): value for name, value in w.items() if name.startswith("indexer.")}
+    scores = INDEX_SCORES[type(indexer)](indexer, w, x, query)
+    chosen = torch.zeros(len(x), len(x), dtype=torch.bool)
+    partial = 0
+    for t in range(len(x)):
+        whole = (t + 1) // indexer.block
+        best = sorted(range(whole), key=lambda block: -scores[t, block].item())[: indexer.count]
+        partial += len(best) < whole
+        for block in best:
+            chosen[t, block * indexer.block : (block + 1) * indexer.block] = True
+        chosen[t, whole * indexer.block :] = True
+    assert partial > len(x) // 3, "most tokens must have something to leave out"
+    return chosen
+
+
+def pooled_scores(indexer: PooledIndexer, w: Weights, x: Tensor, query: Tensor) -> Tensor:
+    q = (query @ w["q.weight"].T).unflatten(-1, (indexer.num_heads, -1))
+    keys = F.layer_norm(
+        x @ w["k.weight"].T, (indexer.head_dim,), w["norm.weight"], w["norm.bias"], indexer.norm_epsilon
+    )
+    gates, position = x @ w["gate.weight"].T, w["position.weight"].unflatten(0, (indexer.head_dim, indexer.block)).T
+    whole = len(x) // indexer.block
+    by_block = [part[: whole * indexer.block].unflatten(0, (whole, indexer.block)) for part in (keys, gates)]
+    pooled = ((by_block[1] + position).softmax(1) * by_block[0]).sum(1)
+    products = torch.einsum("thd,pd->thp", q, pooled).relu()
+    weights = (x @ w["head.weight"].T) / math.sqrt(indexer.num_heads * indexer.head_dim)
+    return torch.einsum("thp,th->tp", products, weights)
+
+
+def mean_scores(indexer: MeanIndexer, w: Weights, x: Tensor, query: Tensor) -> Tensor:
+    width, block = indexer.head_dim, indexer.block
+    q, k = (query @ w["qk.weight"].T).split([indexer.num_heads * width, width], -1)
+    q = rms(q.unflatten(-1, (-1, width)), indexer.norm_epsilon) * (1 + w["q_norm.weight"])
+    whole = len(x) // block
+    mean = k[: whole * block].unflatten(0, (whole, block)).mean(1)
+    normed = rms(mean, indexer.norm_epsilon) * (1 + w["k_norm.weight"])
+    # Rotated as if the mean stood at every position; each block takes the one of its first.
+    turned = rotated(normed.repeat_interleave(block, 0)[:, None], indexer.rope)[::block, 0]
+    return torch.einsum("thd,pd->thp", rotated(q, indexer.rope), turned).relu().sum(1)
+
+
+INDEX_SCORES: dict[type[Indexer], Callable] = {PooledIndexer: pooled_scores, MeanIndexer: mean_scores}
 
 
 def attention(layer: Attention, w: Weights, x: Tensor) -> Tensor:
@@ -128,24 +182,27 @@ def attention(layer: Attention, w: Weights, x: Tensor) -> Tensor:
             (rms(for_norm(y), layer.qk_norm_epsilon) * (centre + w[f"{n}_norm.weight"])).reshape(y.shape)
             for y, n in ((q, "q"), (k, "k"))
         )
-    out = causal(rotated(q, layer.rope), rotated(k, layer.rope), v, layer.scale, layer.window)
+    chosen = chosen_keys(layer.indexer, w, x, x)
+    out = causal(rotated(q, layer.rope), rotated(k, layer.rope), v, layer.scale, layer.window, chosen)
     return (out if gate is None else out * gate.sigmoid()) @ w["dense.weight"].T + w.get("dense.bias", 0)
 
 
 def mla(layer: Mla, w: Weights, x: Tensor) -> Tensor:
     """Keys and values are expanded per head, which the layer never does."""
+    chosen = None
     if layer.q_rank is None:
         q = x @ w["q.weight"].T
     else:
         low = rms(x @ w["q_a.weight"].T, layer.q_epsilon or layer.latent_epsilon) * w["q_a_norm.weight"]
         q = low @ w["q_b.weight"].T
+        chosen = chosen_keys(layer.indexer, w, x, low)
     q = q.unflatten(-1, (layer.num_heads, -1))
     compressed = x @ w["kv_a.weight"].T
     latent = rms(compressed[:, : layer.kv_rank], layer.latent_epsilon) * w["kv_a_norm.weight"]
     k_rope = rotated(compressed[:, None, layer.kv_rank :], layer.rope).expand(-1, layer.num_heads, -1)
     k = torch.cat((torch.einsum("tr,hrn->thn", latent, w["k_up.weight"]), k_rope), -1)
     q = torch.cat((q[..., : layer.nope_dim], rotated(q[..., layer.nope_dim :], layer.rope)), -1)
-    out = causal(q, k, torch.einsum("tr,hvr->thv", latent, w["v_up.weight"]), q.shape[-1] ** -0.5)
+    out = causal(q, k, torch.einsum("tr,hvr->thv", latent, w["v_up.weight"]), q.shape[-1] ** -0.5, chosen=chosen)
     if layer.gate is not None:
         gate = (x @ w["gate.weight"].T).sigmoid()
         out = out * (gate.repeat_interleave(layer.value_dim, -1) if layer.gate == "head" else gate)
@@ -166,6 +223,8 @@ def feed_forward(hidden: Tensor, activation: str, limit: float | None) -> Tensor
         return hidden.relu() ** 2
     gate, up = hidden.chunk(2, -1)
     bound = torch.inf if limit is None else limit
+    if activation == "clamped_swiglu":
+        return F.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
     return F.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
 
 
@@ -206,6 +265,40 @@ def side_by_side(layer: SideBySide, w: Weights, x: Tensor) -> Tensor:
     return total
 
 
+def ngram(layer: NgramEmbedding, w: Weights, x: Tensor, tokens: list[int]) -> Tensor:
+    table = w["table.weight"].flatten(0, 1)
+    embedded = torch.stack(
+        [torch.cat([table[row] for row in table_rows(layer, tokens[: t + 1])]) for t in range(len(x))]
+    )
+
+    def by_stream(y: Tensor, norm: str) -> Tensor:
+        y = y.unflatten(-1, (layer.streams, -1))
+        return rms(y, layer.norm_epsilon) * (1 + w[f"{norm}.weight"].unflatten(0, (layer.streams, -1)))
+
+    key, query = by_stream(embedded @ w["key.weight"].T, "key_norm"), by_stream(x, "query_norm")
+    score = (key * query).sum(-1) / math.sqrt(x.shape[-1] // layer.streams)
+    gate = torch.sign(score) * score.abs().clamp(min=1e-6).sqrt()
+    let_in = gate.sigmoid()[..., None] * (embedded @ w["value.weight"].T)[:, None]
+    normed = by_stream(let_in.flatten(1), "conv_norm").flatten(1)
+    return let_in.flatten(1) + oracle.conv(normed, w["conv1d.weight"], None)
+
+
+def table_rows(layer: NgramEmbedding, tokens: list[int]) -> list[int]:
+    """Rows for the n-grams that end at the last token, of which nothing before the last end of a text counts."""
+    rows, text = [], list(reversed(tokens))
+    before = text[1:]
+    if layer.end_token in before:
+        before = before[: before.index(layer.end_token)]
+    history = [text[0], *before, *[layer.end_token] * layer.ngram_size]
+    for order in range(2, layer.ngram_size + 1):
+        mixed = 0
+        for token, multiplier in zip(history[:order], layer.hash.multipliers):
+            mixed ^= token * multiplier
+        for head in range((order - 2) * layer.heads, (order - 1) * layer.heads):
+            rows.append(sum(layer.hash.primes[:head]) + mixed % layer.hash.primes[head])
+    return rows
+
+
 FORMULAS: dict[str, Callable] = {
     "mamba2": mamba2, "gated_delta": gated_delta, "kda": kda, "attention": attention, "mla": mla, "mlp": mlp, "moe": moe,
     "side_by_side": side_by_side,
@@ -220,6 +313,9 @@ def test_a_layer_in_steps_is_its_formula_over_the_sequence(name: str) -> None:
     wide = {weight: value.double() for weight, value in weights.items()}
     accepted = sum(step[1] for step in PLAN)
     for row, x in enumerate(random_input().double()):
-        expected = FORMULAS[layer.kind](layer, wide, x[:accepted])
+        if isinstance(layer, NgramEmbedding):
+            expected = ngram(layer, wide, x[:accepted], random_tokens()[row].tolist())
+        else:
+            expected = FORMULAS[layer.kind](layer, wide, x[:accepted])
         assert expected.std() > 100 * 2e-5, "the comparison must have something to see"
         torch.testing.assert_close(output[row].double(), expected, atol=2e-5, rtol=2e-5)

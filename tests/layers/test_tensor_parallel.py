@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_harness import HIDDEN, LAYERS, random_weights, run
+from layer_harness import LAYERS, random_weights, run, width_of
 
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.errors import UserError
@@ -26,7 +26,7 @@ def test_ranks_add_up_to_one(name: str, tp_size: int) -> None:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_shards_are_the_parameters_of_the_divided_layer(name: str, tp_size: int) -> None:
     layer, weights = LAYERS[name], random_weights(LAYERS[name])
-    whole, divided = layer.parameters(HIDDEN), layer.divided(tp_size).parameters(HIDDEN)
+    whole, divided = (part.parameters(width_of(layer)) for part in (layer, layer.divided(tp_size)))
     assert whole.keys() == divided.keys()
     for weight, parameter in whole.items():
         assert parameter.local_shape(tp_size) == divided[weight].shape, weight

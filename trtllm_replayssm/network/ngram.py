@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count, islice
 
 import torch
@@ -79,10 +79,17 @@ def primes_from(start: int) -> Iterator[int]:
     return (n for n in count(max(start, 2)) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
 
+@lru_cache
+def tables(spec: NgramHash, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and first row of each table, int64 ``[tables]``."""
+    primes, offsets = (torch.tensor(values, device=device) for values in (spec.primes, spec.offsets))
+    return primes, offsets
+
+
 def ngram_rows(spec: NgramHash, tokens: list[Tensor]) -> Tensor:
     """int64 ``[..., (size - 1) * heads]``, from int64 tokens ``[...]`` and their 1st, 2nd, ... predecessors."""
     found, mixed = [], tokens[0] * spec.multipliers[0]
-    primes, offsets = (torch.tensor(values, device=mixed.device) for values in (spec.primes, spec.offsets))
+    primes, offsets = tables(spec, mixed.device)
     for order in range(2, spec.size + 1):
         mixed = mixed ^ (tokens[order - 1] * spec.multipliers[order - 1])
         heads = spec.order_heads(order)
