@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.runtime.sampling import SamplingParams, choose, mask_padding, uniform
+from trtllm_replayssm.runtime.sampling import (
+    ROWS_AT_ONCE,
+    SamplingParams,
+    choose,
+    choose_all,
+    draw,
+    likeliest_first,
+    mask_padding,
+    uniform,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +137,40 @@ def test_padding_is_never_chosen() -> None:
     assert all(choose(masked, SamplingParams(temperature=5.0), position) < 6 for position in range(200))
     assert logits[0, 7] == 50.0
     assert mask_padding(logits, None) is logits
+    assert mask_padding(logits, 6, in_place=True) is logits
+    assert torch.equal(logits[0], masked)
+
+
+def test_rows_drawn_together_get_what_each_would_get_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(7, 3, 2000, generator=generator) * 2
+    logits[4] = logits[4].round()  # many equal logits
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.9, "temperature": 1.5},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_k": 1500},
+    ]
+    rows = {row: (SamplingParams(seed=row, **kind), 10 + row) for row, kind in enumerate(kinds)}
+    together = choose_all(logits, rows)
+    for row, (params, start) in rows.items():
+        assert together[row] == [choose(logits[row, i], params, start + i) for i in range(3)]
+        alone = choose_all(logits[row : row + 1], {0: (params, start)})
+        assert together[row] == alone[0]
+    assert together[6] == logits[6].argmax(-1).tolist()
+
+
+def test_equal_logits_are_ordered_by_their_ids() -> None:
+    logits = torch.tensor([[1.0, -3.0, 1.0, -0.5, 2.0, -0.5, -math.inf, 1.0]])
+    assert likeliest_first(logits, 8)[0].tolist() == [4, 0, 2, 7, 3, 5, 1, 6]
+    assert likeliest_first(logits, 3)[0].tolist() == [4, 0, 2]
+
+
+def test_many_rows_are_drawn_in_pieces() -> None:
+    logits = torch.randn(ROWS_AT_ONCE + 3, 9, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(temperature=1.0)] * len(logits)
+    shares = [uniform(0, i) for i in range(len(logits))]
+    pieces = [int(draw(row[None], params[:1], [share])[0]) for row, share in zip(logits, shares)]
+    assert draw(logits, params, shares).tolist() == pieces

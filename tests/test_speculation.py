@@ -31,7 +31,7 @@ from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
 from trtllm_replayssm.runtime.ranks import run_ranks
 from trtllm_replayssm.runtime.request import Request
-from trtllm_replayssm.runtime.sampling import SamplingParams, choose, distribution
+from trtllm_replayssm.runtime.sampling import SamplingParams, choose, choose_all, distribution
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.draft_length import DraftLength
@@ -273,7 +273,8 @@ def test_verified_texts_keep_their_distribution(params: dict[str, Any], chance: 
                     drafted.append(int(row.argmax()))
             draft = Draft(tuple(drafted), torch.stack(probabilities) if probabilities else None)
             logits = model[torch.tensor([text[-1], *drafted])]
-            new = verify(logits, logits.argmax(-1).tolist(), draft, sampling, len(text))
+            own = choose_all(logits[None], {0: (sampling, len(text))})[0]
+            new = verify(logits, own, draft, sampling, len(text))
             accepted += len(new) - 1
             text += new
         counts[tuple(text[1:])] += 1

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from trtllm_replayssm.errors import UserError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MASK64 = (1 << 64) - 1
+#: Rows that are sampled at once: 64 of 131,072 float64 probabilities are 64 MiB.
+ROWS_AT_ONCE = 64
+#: Candidates that are found by selection; more are sorted.
+MOST_TOP_K = 1024
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,11 @@ def uniform(seed: int, position: int, purpose: Purpose = "token") -> float:
     return ((state ^ (state >> 31)) >> 11) / (1 << 53)
 
 
-def mask_padding(logits: Tensor, num_tokens: int | None) -> Tensor:
+def mask_padding(logits: Tensor, num_tokens: int | None, in_place: bool = False) -> Tensor:
     """Logits ``[..., vocab]`` with -inf at ids that only pad the embedding (``num_tokens`` and above)."""
     if num_tokens is None or num_tokens >= logits.shape[-1]:
         return logits
-    masked = logits.clone()
+    masked = logits if in_place else logits.clone()
     masked[..., num_tokens:] = -math.inf
     return masked
 
@@ -108,34 +112,104 @@ def choose(logits: Tensor, params: SamplingParams, position: int, purpose: Purpo
     """The token after ``position`` tokens: logits ``[vocab]`` float32, padding ids at -inf."""
     if params.greedy:
         return int(logits.argmax())
-    probabilities, tokens = candidates(logits, params)
-    return int(tokens[pick(probabilities, uniform(params.seed, position, purpose))])
+    return int(draw(logits[None], [params], [uniform(params.seed, position, purpose)])[0])
 
 
-def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Float64 weights of the tokens, likeliest first, and the tokens; 0 for those that the parameters leave out."""
-    temperature = 1.0 if params.temperature is None else params.temperature
+def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -> list[list[int]]:
+    """What ``choose`` takes after each token of a step: logits ``[rows, T, vocab]``, padding ids at -inf.
+
+    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. However many rows
+    are sampled, the host reads from the device once.
+    """
+    tokens, length = logits.argmax(-1), logits.shape[1]
+    sampled = {row: given for row, given in rows.items() if not given[0].greedy}
+    if sampled:
+        places = to_device(list(sampled), torch.long, logits.device)
+        params = [given for given, _ in sampled.values() for _ in range(length)]
+        shares = [uniform(p.seed, start + i) for p, start in sampled.values() for i in range(length)]
+        drawn = draw(logits.index_select(0, places).flatten(0, 1), params, shares)
+        tokens.index_copy_(0, places, drawn.view(-1, length))
+    return tokens.tolist()
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], shares: Sequence[float]) -> Tensor:
+    """One token for each row of logits ``[n, vocab]``, int64 ``[n]``; a row's token does not depend on the others.
+
+    shares: where in the cumulated probabilities of its candidates each is, in [0, 1). Candidates stand in the order of their
+    probability where top_k or top_p need it, and by their id otherwise.
+    """
+    tokens = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    ordered = [i for i, p in enumerate(params) if p.top_k or (p.top_p is not None and p.top_p < 1)]
+    plain = sorted(set(range(len(params))) - set(ordered))
+    for group, candidates_of in ((plain, all_tokens), (ordered, likely_tokens)):
+        for start in range(0, len(group), ROWS_AT_ONCE):
+            rows = group[start : start + ROWS_AT_ONCE]
+            places = to_device(rows, torch.long, logits.device)
+            share = to_device([shares[row] for row in rows], torch.double, logits.device)
+            weights, ids = candidates_of(logits.index_select(0, places), [params[row] for row in rows])
+            found = picked(weights, share[:, None])
+            tokens.index_copy_(0, places, found if ids is None else ids.gather(1, found[:, None])[:, 0])
+    return tokens
+
+
+def scaled_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Float64 ``[n, vocab]``: each row's probabilities at its temperature."""
+    temperatures = [1.0 if p.temperature is None else p.temperature for p in params]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    scaled = (logits.double() - logits.max().double()) / temperature
-    probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
+    shifted = logits.double() - logits.amax(-1, keepdim=True).double()
+    return (shifted / to_device(temperatures, torch.double, logits.device)[:, None]).softmax(-1)
+
+
+def all_tokens(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, None]:
+    return scaled_probabilities(logits, params), None
+
+
+def likely_tokens(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Float64 weights ``[n, candidates]``, the likeliest first, 0 for those that the parameters leave out; and their ids."""
+    size, device = logits.shape[-1], logits.device
+    limits = [min(p.top_k or size, size) for p in params]
+    tokens = likeliest_first(logits, max(limits))
+    probabilities = scaled_probabilities(logits, params).gather(1, tokens)
     before = probabilities.cumsum(-1) - probabilities
-    kept = probabilities > 0
-    if params.top_k:
-        kept[params.top_k :] = False
-    if params.top_p is not None:
-        # A token is kept while those before it have not reached top_p, so that there is always one.
-        kept &= before < params.top_p
+    # A token is kept while those before it have not reached top_p, so that there is always one.
+    top_p = to_device([math.inf if p.top_p is None else p.top_p for p in params], torch.double, device)
+    kept = (before < top_p[:, None]) & (
+        torch.arange(tokens.shape[1], device=device) < to_device(limits, torch.long, device)[:, None]
+    )
     return probabilities * kept, tokens
+
+
+def likeliest_first(logits: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` highest of float32 logits ``[n, vocab]``; of equal ones the lower id comes first."""
+    bits = logits.float().contiguous().view(torch.int32)
+    # As integers negative floats are ordered backwards. Below them the id makes every key unlike all others.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = logits.shape[-1] - 1
+    keys = (ordered << 32) | (last - torch.arange(last + 1, device=logits.device))
+    highest = keys.topk(count, -1).values if count <= MOST_TOP_K else keys.sort(-1, descending=True).values[..., :count]
+    return last - (highest & 0xFFFFFFFF)
+
+
+def picked(weights: Tensor, share: Tensor) -> Tensor:
+    """The index at which each row's running sum of weights ``[n, candidates]`` passes ``share`` ``[n, 1]`` of their total."""
+    reached = weights.cumsum(-1)
+    total = reached[..., -1:]
+    # The second condition matters only where the product is rounded up to the total.
+    return ((reached <= share * total) & (reached < total)).sum(-1)
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Float64 ``[vocab]``: the probability with which ``choose`` takes each token, for parameters that are not greedy."""
-    weights, tokens = candidates(logits, params)
-    return weights.new_zeros(weights.shape).scatter_(0, tokens, weights / weights.sum())
+    weights, tokens = likely_tokens(logits[None], [params])
+    return weights.new_zeros(logits.shape[-1]).scatter_(0, tokens[0], (weights / weights.sum())[0])
 
 
 def pick(weights: Tensor, share: float) -> int:
-    """The index at which the running sum of the weights passes ``share`` (in [0, 1)) of their total."""
-    reached = weights.cumsum(-1)
-    # The second condition matters only where the product is rounded up to the total.
-    return int(((reached <= share * reached[-1]) & (reached < reached[-1])).sum())
+    """``picked`` of one row of weights ``[candidates]``."""
+    return int(picked(weights[None], weights.new_full((1, 1), share))[0])
+
+
+def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values ``[n]``, without waiting for a GPU."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

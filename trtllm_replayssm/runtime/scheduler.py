@@ -29,7 +29,7 @@ from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
 from trtllm_replayssm.runtime.rows import Rows
-from trtllm_replayssm.runtime.sampling import mask_padding
+from trtllm_replayssm.runtime.sampling import choose_all, mask_padding
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter, Kept
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
@@ -284,17 +284,18 @@ class Scheduler:
         """Logits ``[rows, T, vocab]``, of the last token only after a prefill chunk, and the slot of row 0."""
         rows = Rows.of(pieces)
         logits = rows.step(self.session, mode, last_only=mode == RowMode.ABSORB)
-        return mask_padding(logits, self.session.engine.config.checkpoint.num_tokens), rows.first
+        return mask_padding(logits, self.session.engine.config.checkpoint.num_tokens, in_place=True), rows.first
 
     def chosen(self, logits: Tensor, first: int, drafts: Mapping[int, Draft]) -> dict[int, list[int]]:
         """New tokens of each slot; those of rank 0 on every rank."""
         if not drafts:
             return {}
-        likeliest = logits.argmax(-1).tolist()
+        requests = {slot: self.running[slot].request for slot in drafts}
+        own = choose_all(logits, {slot - first: (r.params, r.position) for slot, r in requests.items()})
         tokens = []
         for slot, draft in drafts.items():
-            request, row = self.running[slot].request, slot - first
-            tokens.append(verify(logits[row], likeliest[row], draft, request.params, request.position))
+            request, row = requests[slot], slot - first
+            tokens.append(verify(logits[row], own[row], draft, request.params, request.position))
         return dict(zip(drafts, agreed(tokens, self.max_draft_len + 1, self.session.engine)))
 
     def commit(self, kept: Mapping[int, list[int]], first: int) -> None:
