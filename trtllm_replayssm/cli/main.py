@@ -27,6 +27,7 @@ COMMANDS = {
     "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",
     "demo": "take a tiny random model through everything and prove each step",
+    "validate": "check this machine with tiny engines of every family",
 }
 
 #: A user error; argparse itself exits with 2.

@@ -63,6 +63,8 @@ MODELS = {
         | MOE
         | dict(
             num_hidden_layers=4,
+            full_attention_interval=4,
+            rms_norm_eps=1e-6,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=128,
@@ -87,6 +89,7 @@ MODELS = {
         | MOE
         | dict(
             num_hidden_layers=4,
+            rms_norm_eps=1e-5,
             linear_attn_config=dict(
                 kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=128, short_conv_kernel_size=4
             ),

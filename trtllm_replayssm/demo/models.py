@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS
+from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, DemoModel
 from trtllm_replayssm.errors import UserError, pip_extra
+
+#: Norms of transformers that scale by ``1 + weight``.
+ZERO_CENTRED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen4ExpTextRMSNorm")
 
 
 def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
@@ -19,6 +23,11 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
 
     Raises UserError when transformers is missing.
     """
+    return save_model(MODELS[family], folder, seed)
+
+
+def save_model(description: DemoModel, folder: Path, seed: int = 0) -> Any:
+    """The same for any description."""
     try:
         import transformers
     except ImportError:
@@ -28,8 +37,8 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    description = MODELS[family]
-    config = getattr(transformers, description.config_class)(**description.arguments)
+    # Some classes change what they are given.
+    config = getattr(transformers, description.config_class)(**copy.deepcopy(description.arguments))
     model = getattr(transformers, description.model_class)._from_config(config, attn_implementation="eager").eval()
     redraw(model, seed)
     open_time_step(model)
@@ -43,7 +52,7 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
     """Gives every parameter a value that matters: initial values leave norms at 1 and biases at 0, where a mistake hides."""
     generator = torch.Generator().manual_seed(seed)
     correction = [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    zero_centred = {id(m.weight) for m in model.modules() if type(m).__name__ == "Qwen3NextRMSNorm"}
+    zero_centred = {id(m.weight) for m in model.modules() if type(m).__name__ in ZERO_CENTRED}
     for name, parameter in [*model.named_parameters(), *correction]:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(drawn(name, noise, id(parameter) in zero_centred))
