@@ -184,8 +184,7 @@ class Checked(MtpDrafter):
         fresh.session.step([tokens[:-1]], modes=[RowMode.ABSORB])
         hidden = fresh.session.hidden[0]
         for draft in drafts:
-            output = fresh.run({0: Kept(0, hidden, tokens[1:])})[0]
-            logits = fresh.logits({0: output})[0]
+            output, logits = fresh.run({0: Kept(0, hidden, tokens[1:])})[0]
             # Near ties may fall either way.
             assert logits[draft] > logits.max() - 1e-3
             tokens, hidden = [*tokens, draft], torch.cat([hidden, output[None]])

@@ -187,13 +187,14 @@ class Context:
             for axis, size in enumerate(self.shapes[tensor.name]):
                 symbol = tensor.get_dimension_name(axis)
                 assert not symbol or sizes.setdefault(symbol, size) == size, (tensor.name, symbol)
-        feeds = {tensor.name: self.memory_of(tensor, self.shapes[tensor.name]) for tensor in engine.inputs}
+        # Copies, because the interpreter works in place: results must arrive by way of the outputs' addresses.
+        feeds = {tensor.name: self.memory_of(tensor, self.shapes[tensor.name]).clone() for tensor in engine.inputs}
         plugins = Resolver(engine.plugins, stand_in.pools)
         interpreter = Interpreter(stand_in.rtx, engine.network, plugins)
         results = interpreter.run(feeds)
         for name in (tensor.name for tensor in engine.outputs):
             value = results[name]
-            self.memory_of(engine.tensors[name], tuple(value.shape)).copy_(value.clone())
+            self.memory_of(engine.tensors[name], tuple(value.shape)).copy_(value)
         return True
 
     def memory_of(self, tensor: Any, shape: tuple[int, ...]) -> Tensor:

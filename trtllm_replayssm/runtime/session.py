@@ -9,18 +9,19 @@ the same calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
 from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.graphs import graphs_wanted
+from trtllm_replayssm.runtime.prediction import Prediction, TorchPrediction
 from trtllm_replayssm.runtime.slot_state import SlotCursors, SlotState, layer_pools, recurrences
 from trtllm_replayssm.runtime.staging import Staging
 from trtllm_replayssm.runtime.step_input import PerRow, StepInput
@@ -50,7 +51,8 @@ class Session:
         self.cursors = allocated.pop("cursors")
         self.pools, self.bound = allocated, BoundPools(allocated)
         self.staging = Staging(engine.device)
-        self.steps = self.steps_for(graphs_wanted() if cuda_graphs is None else cuda_graphs)
+        self.graphs = graphs_wanted() if cuda_graphs is None else cuda_graphs
+        self.steps = self.steps_for(self.graphs)
         self.host = self.cursors.cpu().clone()
         #: Per slot: tokens of the last step that no commit has settled, and whether they are folded already.
         self.pending = torch.zeros(self.slots, dtype=torch.int32)
@@ -114,9 +116,15 @@ class Session:
         self.hidden, logits = self.steps.run(given, first_slot, int(ends.max()), last_only)
         return logits
 
-    def network(self, slots: slice, info: Tensor, kv_len: int) -> TorchNetwork:
-        """The backend of one step of these slots. info: int32 ``[rows, STEP_WORDS]``; see TorchNetwork for kv_len."""
-        return self.engine.network(self.bound.of(slots), info, kv_len)
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Runs the decoder's prediction head, where the checkpoint has one."""
+        engine = self.engine
+        if engine.config.engine_flavour == "tensorrt":
+            from trtllm_replayssm.runtime.tensorrt.prediction import PlanPrediction
+
+            return PlanPrediction(engine, self.cursors, self.pools, self.staging, self.graphs)
+        return TorchPrediction(engine, self.bound)
 
     def check_step(self, given: StepInput, first_slot: int) -> None:
         """Raises UserError when the rows do not fit the slots they are meant for."""

@@ -129,7 +129,8 @@ class PlanSteps:
         logits = torch.zeros(rows, 1 if last_only else tokens, self.engine.decoder.vocab_size, device=self.device)
         if bool((given.active & decodes).any()):
             width = self.verify_tokens
-            short = StepInput(given.token_ids[:, :width], given.query_lens, given.modes, given.active & decodes)
+            live = given.active & decodes
+            short = StepInput(given.token_ids[:, :width], torch.where(live, given.query_lens, 1), given.modes, live)
             part = None if previous is None else previous[:, :width]
             some, values = self.padded(short, first_slot, tokens, last_only, part)
             hidden[:, : some.shape[1]], logits[:, : values.shape[1]] = some, values
