@@ -29,7 +29,7 @@ def cache_update(cache: Tensor, x: Tensor, step: Tensor, block: int = 1) -> None
     flat = x.flatten(2)
     stride, slots = token_stride(flat), slot_stride(cache)
     size = x.itemsize
-    aligned = (x.data_ptr(), cache.data_ptr(), stride * size, slots * size, width * size)
+    aligned = (flat.data_ptr(), cache.data_ptr(), stride * size, slots * size, width * size)
     vector = next(n for n in (16, 8, 4, 2) if all(value % n == 0 for value in aligned))
     kernel = cache_kernel(heads, width * size // vector, vector, block)
     items = tokens * heads * width * size // vector
@@ -45,11 +45,11 @@ def cache_kernel(heads: int, width: int, vector: int, block: int = 1) -> Kernel:
 def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
     """x ``[rows, T, H, D]`` rotated by float32 tables ``[rows, T, dim / 2]``."""
     rows, tokens, heads, width = x.shape
-    dim = 2 * cosines.shape[-1]
+    dim, flat = 2 * cosines.shape[-1], x.flatten(2)
     y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=x.device)
     kernel = rope_kernel(x.dtype, heads, width, dim, interleaved)
     grid = (-(-heads * (width - dim // 2) // 128), rows * tokens, 1)
-    launch(Launch(kernel, grid, (tokens, token_stride(x.flatten(2)))), (x, cosines, sines), (y,))
+    launch(Launch(kernel, grid, (tokens, token_stride(flat))), (flat, cosines, sines), (y,))
     return y
 
 
@@ -90,7 +90,7 @@ class AttentionShape:
 
 def decode_attention(shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, step: Tensor, kv_len: int) -> Tensor:
     """See Network.attention; 16-bit q ``[rows, T, H, D]`` and caches, of which no row has more than ``kv_len`` positions."""
-    rows, tokens, heads, _ = q.shape
+    (rows, tokens, heads, _), flat = q.shape, q.flatten(2)
     out = torch.empty(rows, tokens, heads, shape.value_width, dtype=q.dtype, device=q.device)
     parts = shape.parts(rows, tokens, kv_len)
     kernel = attention_kernel(shape, q.dtype, tokens, parts > 1)
@@ -100,8 +100,8 @@ def decode_attention(shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, ste
     partial = None
     if parts > 1:
         partial = torch.empty(rows, tokens, heads, parts, shape.value_width + 2, dtype=torch.float32, device=q.device)
-    record = Launch(kernel, (shape.tiles(tokens), rows, parts), (token_stride(q.flatten(2)), *strides, part_keys))
-    launch(record, (q, k, v, step), (out, out if partial is None else partial))
+    record = Launch(kernel, (shape.tiles(tokens), rows, parts), (token_stride(flat), *strides, part_keys))
+    launch(record, (flat, k, v, step), (out, out if partial is None else partial))
     if partial is not None:
         kernel = sum_kernel(q.dtype, shape.value_width)
         launch(Launch(kernel, (rows * tokens * heads, 1, 1), (parts,)), (partial,), (out,))

@@ -151,11 +151,21 @@ def test_cache_update_writes_valid_tokens_and_nothing_else(dtype, heads, width):
     assert torch.equal(cache, want)
 
 
+def test_cache_update_of_blocks():
+    """One position of the cache for every third token, written by the token that ends it."""
+    plans = [RowPlan(1, 4, 0, 0, 5), RowPlan(-1, 0, 0, 0, 0), RowPlan(0, 0, 0, 0, 2), RowPlan(2, 11, 0, 0, 3)]
+    cache, x = randn(3, 1, 5, 16, seed=1), randn(4, 5, 1, 16, seed=2)
+    want = cache.clone()
+    want[1, 0, 1], want[1, 0, 2], want[2, 0, 3] = x[0, 1, 0], x[0, 4, 0], x[3, 0, 0]
+    attention.cache_update(cache, x, step_tensor(plans).cuda(), 3)
+    assert torch.equal(cache, want)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("width", "dim"), [(256, 64), (64, 64)])
 def test_rope(interleaved, width, dim):
     rows, tokens, heads = 3, 4, 5
-    x = randn(rows, tokens, heads, width)
+    x = randn(rows, tokens, heads, width + 8)[..., 8:]  # the end of each head, as in latent attention
     angles = torch.rand(rows, tokens, dim // 2, device="cuda") * 6
     out = attention.rope(x, angles.cos(), angles.sin(), interleaved)
     pairs = x[..., :dim].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))

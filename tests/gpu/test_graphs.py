@@ -57,7 +57,7 @@ def engine(folder: Path) -> Engine:
 
 
 def history(session: Session) -> list[torch.Tensor]:
-    """Everything a server does to its slots: logits of each step, rows that are not active at 0."""
+    """Everything a server does to its slots: logits and hidden states of each step, 0 where there is no valid token."""
     out: list[torch.Tensor] = []
     random = torch.Generator().manual_seed(7)
 
@@ -68,7 +68,8 @@ def history(session: Session) -> list[torch.Tensor]:
         active = [n > 0 for n in lengths]
         logits = session.step(ids(rows, tokens), first, [max(n, 1) for n in lengths], active=active)
         session.commit(first, accepted)
-        out.extend((logits * torch.tensor(active, device=logits.device)[:, None, None], session.hidden.clone()))
+        valid = (torch.arange(tokens) < torch.tensor(lengths)[:, None])[..., None].to(logits.device)
+        out.extend(torch.where(valid, result, 0) for result in (logits, session.hidden))
 
     for slot, length in enumerate((5, 61, 250, 1, 33)):
         session.admit(slot)
@@ -167,13 +168,16 @@ def test_the_scheduler_serves_the_same_text(engine, drafter):
 
 
 def test_memory_is_free_when_the_session_is_gone(engine):
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    session = Session(engine)
-    session.step([[1]])
-    assert isinstance(session.steps, PackedSteps)
-    del session
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    used = []
+    for _ in range(3):
+        session = Session(engine)
+        session.step([[1]])
+        assert isinstance(session.steps, PackedSteps)
+        del session
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    # The first one's libraries keep their workspaces.
+    assert used[1] == used[2] <= used[0]
 
 
 def test_buckets():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class StepGraphs:
         self.device = device
         self.captured: dict[StepShape, Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = capture_stream(device)
 
     def get(self, shape: StepShape, forward: Forward) -> Captured:
         """The graph for this shape, captured now if it has not been.
@@ -94,6 +95,12 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local"):
             hidden, logits = (resolved(result) for result in forward(shape, inputs))
         return Captured(graph, inputs, alias(hidden), alias(logits))
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all sessions: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class Interface:
