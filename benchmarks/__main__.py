@@ -65,6 +65,7 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prefill_batch", nargs="+", type=int, default=[1, 8], help="batches of a prefill")
     command.add_argument("--peers", type=Path, default=Path(".peers"), help="folder that `fetch` filled")
     command.add_argument("--only", nargs="+", metavar="NAME", help="implementations, instead of all")
+    command.add_argument("--check", action="store_true", help="check the implementations and time nothing")
     command.add_argument("--repeats", type=int, default=15, help="replays of which the median is taken")
     command.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="folder for JSON and PNG")
 
@@ -79,8 +80,10 @@ def run_kinds(options: argparse.Namespace) -> None:
 
     require_gpu()
     loader.use_folder(options.peers)
-    timer = Timer(options.repeats)
-    run = report.Run(report.environment(), timer.copy_bandwidth())
+    loader.tune_quickly()
+    bandwidth = Timer(options.repeats).copy_bandwidth()
+    timer = None if options.check else Timer(options.repeats)
+    run = report.Run(report.environment(), bandwidth)
     print(f"{run.environment['gpu']}: copy {run.copy_tb_s:.2f} TB/s", flush=True)
     for case in cases(options):
         subjects: dict[str, type[Subject]] = {report.OURS: Replay, report.STANDARD: Standard}
@@ -88,12 +91,9 @@ def run_kinds(options: argparse.Namespace) -> None:
         chosen = {name: subject for name, subject in subjects.items() if not options.only or name in options.only}
         for result in measure(case, chosen, timer, run.copy_tb_s):
             run.results.append(result)
-            if result.us is not None:
-                print(
-                    f"{result.kind} {result.model} {result.state} T={result.tokens} batch {result.batch} "
-                    f"{result.subject}: {result.us:.1f} us, {result.gb_s:.0f} GB/s, {result.of_floor:.0%} of floor",
-                    flush=True,
-                )
+            print(report.line(result), flush=True)
+    if options.check:
+        return
     run.write(options.output / "results.json")
     text = report.tables(run.results)
     (options.output / "tables.md").write_text(text + "\n")

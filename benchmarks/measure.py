@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.problem import Problem
-from benchmarks.subject import Subject, Unavailable
+from benchmarks.subject import Subject, Unavailable, Unsuited
 from benchmarks.timing import Timer, launches_for
 
 #: Rows of a check, and the largest relative error of its outputs, by the dtype of the state; activations have 16 bits.
@@ -45,20 +45,25 @@ class Result:
     unavailable: str | None = None
 
 
-def measure(case: Case, subjects: Mapping[str, type[Subject]], timer: Timer, bandwidth: float) -> Iterator[Result]:
-    """Results of all subjects that the case concerns. bandwidth: TB/s of the same run."""
-    layers = launches_for(case.step_bytes(case.cycle()[0]))
+def measure(
+    case: Case, subjects: Mapping[str, type[Subject]], timer: Timer | None, bandwidth: float
+) -> Iterator[Result]:
+    """Results of all subjects that the case concerns. bandwidth: TB/s of the same run. Without a timer, checks alone."""
+    layers = launches_for(case.step_bytes(case.cycle()[0])) if timer else 0
     problems = [Problem.random(case) for _ in range(layers)]
     for name, kind in subjects.items():
         state = str(case.state).removeprefix("torch.")
         result = Result(case.kind, case.model, state, case.batch, case.tokens, name)
         try:
             result.error = checked(replace(case, batch=CHECKED_ROWS), kind)
-            fill_in(result, kind(problems), timer, bandwidth)
+            if timer is not None:
+                fill_in(result, kind(problems), timer, bandwidth)
+        except Unsuited:
+            continue
         except Unavailable as reason:
             result.unavailable = str(reason)
         except Exception as error:  # a peer may fail in any way; the others are still to be measured
-            result.unavailable = f"{type(error).__name__}: {error}".splitlines()[0]
+            result.unavailable = reason_of(error)
         yield result
         if torch.cuda.memory_reserved() > torch.cuda.get_device_properties(0).total_memory // 2:
             torch.cuda.empty_cache()
@@ -110,3 +115,10 @@ def acceptance(case: Case) -> list[int]:
     draw = random.Random(case.tokens)
     steps = 2 * case.window + 3 if case.tokens == 1 else 4 * case.window // case.tokens
     return [draw.randint(1, case.tokens) for _ in range(steps)]
+
+
+def reason_of(error: Exception) -> str:
+    """One line that says why a peer failed."""
+    if type(error).__name__ == "MissingJITCacheError":
+        return "not compiled for this case; `python -m benchmarks prebuild` does"
+    return f"{type(error).__name__}: {error}".splitlines()[0]

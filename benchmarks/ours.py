@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.cases import BASE
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, require
+from benchmarks.subject import Subject, only_for
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
 from trtllm_replayssm.plugins.implementation import implementation
 
@@ -74,7 +74,7 @@ class Standard(Replay):
     """The ordinary recurrence by the same kernels: window 1, so that the state is read and written at every token."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        require(problems[0].case.tokens == 1, "a window of 1 takes one token")
+        only_for(problems[0].case.tokens == 1)
         super().__init__([Problem(p.case.standard, p.inputs, p.weights, p.state) for p in problems])
 
     def bytes(self) -> float:

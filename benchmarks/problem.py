@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ACTIVATION = torch.float32 if INTERPRETED else torch.bfloat16
 #: By kind of layer: the function that runs a step.
-REFERENCES = {"mamba2": mamba2.mamba2, "gated_delta": delta_rule.gated_delta, "kda": delta_rule.kda}
+REFERENCES: dict[str, Any] = {"mamba2": mamba2.mamba2, "gated_delta": delta_rule.gated_delta, "kda": delta_rule.kda}
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Problem:
             drawn = torch.randn(count, generator=generator, device=DEVICE) * scale + shift
             return drawn.bfloat16().float()
 
+        inputs: tuple[Tensor, ...]
+        weights: tuple[Tensor, ...]
         shape, leading = case.shape, (steps, case.batch, case.tokens)
         if isinstance(shape, Mamba2Model):
             inner, heads = shape.heads * shape.head_dim, shape.heads

@@ -18,6 +18,7 @@ import torch
 
 import trtllm_replayssm
 from benchmarks.measure import Result
+from benchmarks.peers import ABSENT
 from benchmarks.peers.fetch import PACKAGES
 from trtllm_replayssm.errors import UserError
 
@@ -90,6 +91,14 @@ def output(command: list[str]) -> str:
         return ""
 
 
+def line(r: Result) -> str:
+    """A result while the run goes on."""
+    case = f"{r.kind} {r.model} {r.state} T={r.tokens} batch {r.batch} {r.subject}"
+    if r.us is None or r.gb_s is None or r.of_floor is None:
+        return f"{case}: {r.unavailable or f'relative error {r.error:.1e}'}"
+    return f"{case}: {r.us:.1f} us, {r.gb_s:.0f} GB/s, {r.of_floor:.0%} of floor"
+
+
 def tables(results: Sequence[Result]) -> str:
     """One table for each model, state and number of tokens, and a list of what could not be measured and why."""
 
@@ -131,10 +140,12 @@ def own_cells(r: Result) -> list[str]:
 
 
 def absent(results: Iterable[Result]) -> str:
-    reasons = dict.fromkeys(
-        (r.kind, r.subject, f"T = {r.tokens}, {r.state}", r.unavailable) for r in results if r.unavailable is not None
+    failed = dict.fromkeys(
+        (f"{r.subject}: {r.kind}, T = {r.tokens}, {r.state}", r.unavailable)
+        for r in results
+        if r.unavailable is not None
     )
-    return markdown([["kind", "not measured", "case", "reason"], *map(list, reasons)]) if reasons else ""
+    return markdown([["not measured", "reason"], *map(list, failed), *map(list, ABSENT.items())])
 
 
 def markdown(lines: Sequence[Sequence[str | None]]) -> str:

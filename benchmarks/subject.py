@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
 from benchmarks.problem import DEVICE, Problem
 
 
@@ -16,10 +15,14 @@ class Unavailable(Exception):
     """Why an implementation cannot take part, in one sentence."""
 
 
+class Unsuited(Exception):
+    """The case is none of this implementation's: nothing is missing."""
+
+
 class Subject(ABC):
     """One implementation at work on the layers of ``problems``, which share their cursors.
 
-    Raises Unavailable when it is created for a case that it does not serve.
+    Raises Unsuited or Unavailable when it cannot serve them.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -56,10 +59,7 @@ class Subject(ABC):
         return torch.tensor(histories, dtype=torch.int32)[rows].to(DEVICE)
 
 
-def require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Unavailable(reason)
-
-
-def require_tokens(case: Case, *counts: int) -> None:
-    require(case.tokens in counts, f"takes {' or '.join(map(str, counts))} tokens")
+def only_for(suits: bool) -> None:
+    """Raises Unsuited unless ``suits``."""
+    if not suits:
+        raise Unsuited

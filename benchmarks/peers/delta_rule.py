@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.peers import loader
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, require, require_tokens
+from benchmarks.subject import Subject, only_for
 
 
 class Layer:
@@ -58,7 +58,7 @@ class Fla(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require(self.case.tokens == 1 or self.case.prefills, "takes one token or a prefill")
+        only_for(self.case.tokens == 1 or self.case.prefills)
         layer = "kda" if self.shape.per_channel else "gated_delta_rule"
         form = "chunk" if self.case.prefills else "fused_recurrent"
         self.run = getattr(loader.whole(f"fla.ops.{layer}"), f"{form}_{layer}")
@@ -86,7 +86,7 @@ class SglangFused(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, *self.tokens)
+        only_for(self.case.tokens in self.tokens)
         module = loader.sglang("attention.linear.fused_sigmoid_gating_recurrent")
         self.update = module.fused_sigmoid_gating_delta_rule_update
         count, rows = self.case.tokens, self.case.batch
@@ -115,7 +115,7 @@ class Packed(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 1)
+        only_for(self.case.tokens == 1)
         self.update = self.find()
 
     def find(self) -> Any:
@@ -141,7 +141,7 @@ class SglangPacked(Packed):
 
 class VllmPacked(Packed):
     def find(self) -> Any:
-        require(not self.shape.per_channel, "serves the gated delta rule alone")
+        only_for(not self.shape.per_channel)
         module = loader.vllm("third_party.flash_linear_attention.ops.fused_recurrent")
         return module.fused_recurrent_gated_delta_rule_packed_decode
 
@@ -154,7 +154,7 @@ class SglangReplay(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 1)
+        only_for(self.case.tokens == 1)
         module = loader.sglang("attention.linear.fused_recurrent_linear_replayssm")
         self.update = module.fused_recurrent_linear_replayssm_decode
         s, rows = self.shape, self.case.window
@@ -193,8 +193,8 @@ class SglangRing(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require(not self.shape.per_channel, "serves the gated delta rule alone")
-        require_tokens(self.case, 2, 4, 8)
+        only_for(not self.shape.per_channel)
+        only_for(self.case.tokens in (2, 4, 8))
         self.verify = loader.sglang("attention.linear.gdn_replayssm_spec_decode").gdn_replayssm_spec_decode
         s, batch = self.shape, self.case.batch
         #: A power of two that holds two verify steps and more.

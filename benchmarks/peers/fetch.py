@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from trtllm_replayssm.errors import UserError
@@ -106,7 +107,7 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with zipfile.ZipFile(archive) as wheel:
             for entry in wheel.infolist():
                 if not entry.is_dir():
-                    yield entry.filename, lambda entry=entry: wheel.read(entry)
+                    yield entry.filename, partial(wheel.read, entry)
         return
     with tarfile.open(archive) as source:
         for member in source:

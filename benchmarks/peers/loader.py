@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +27,13 @@ def use_folder(folder: Path) -> None:
     """Where the peers lie."""
     global _folder
     _folder = folder.resolve()
+
+
+def tune_quickly() -> None:
+    """Make Triton's tuners, which some peers run at first use, compare their variants in short measurements."""
+    import triton.testing
+
+    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=3, rep=15)
 
 
 def package(name: str, **names: Any) -> ModuleType:
@@ -57,7 +64,8 @@ def load(name: str) -> Any:
 
 @cache
 def capability() -> tuple[int, int]:
-    return (9, 0) if INTERPRETED else torch.cuda.get_device_capability()
+    """Of the GPU; of an H200 where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.peers import loader
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, require, require_tokens
+from benchmarks.subject import Subject, only_for
 
 
 class Layer:
@@ -53,7 +53,7 @@ class Standard(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 1)
+        only_for(self.case.tokens == 1)
         self.update = self.find()
 
     def find(self) -> Any:
@@ -106,7 +106,7 @@ class VllmReplay(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 1)
+        only_for(self.case.tokens == 1)
         name = "selective_state_update_replayssm_output_only"
         self.update = getattr(loader.vllm(f"model_executor.layers.mamba.ops.{name}"), name)
         s, rows, f32 = self.shape, self.case.window, torch.float32
@@ -153,7 +153,7 @@ class FlashinferReplay(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 1, 2, 4, 8)
+        only_for(self.case.tokens in (1, 2, 4, 8))
         self.module = loader.whole("flashinfer.mamba")
         s, tokens, window, f32 = self.shape, self.case.tokens, self.case.window, torch.float32
         self.rows = rows = window + tokens
@@ -207,7 +207,7 @@ class Snapshots(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require_tokens(self.case, 2, 4, 8)
+        only_for(self.case.tokens in (2, 4, 8))
         self.update = self.find()
         s = self.shape
         shape = (self.case.batch, self.case.tokens, s.heads, s.head_dim, s.state_size)
@@ -254,7 +254,7 @@ class MambaSsmChunkScan(Peer):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        require(self.case.prefills, "takes a prefill")
+        only_for(self.case.prefills)
         self.scan = loader.mamba_ssm("ssd_combined").mamba_chunk_scan_combined
 
     def bytes(self) -> float:

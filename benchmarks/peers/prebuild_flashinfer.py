@@ -71,6 +71,6 @@ def specifications(state: torch.dtype, tokens: int) -> Iterator[Any]:
     plain = loader.whole("flashinfer.jit.mamba").gen_selective_state_update_sm90_module
     ring = loader.whole("flashinfer.jit.mamba.checkpointing_ssu").gen_checkpointing_ssu_module
     word, dims, index = torch.bfloat16, (s.head_dim, s.state_size, tokens), torch.int32
-    yield plain(state, word, word, torch.float32, index, None, *dims, index, index, 0)
+    yield plain(state, word, word, torch.float32, index, None, *dims, index, torch.int64, 0)
     heads = (s.heads // s.groups, s.groups)
     yield ring(state, word, word, word, torch.float32, index, None, *dims, WINDOW, *heads)

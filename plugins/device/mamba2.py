@@ -20,8 +20,9 @@ Macros = tuple[tuple[str, str | int | float], ...]
 MOST_ENTRIES = {128: 64, 256: 48}
 #: Entries of a piece of mamba2_prefill.
 PIECE = 16
-#: Warps a device should be given before a block takes more than one head.
-WARPS_WANTED = 8192
+#: Warps a device should be given before a block takes more than one head, for steps of one token and of several: the
+#: fastest of 2048, 4096 and 8192 on an H200 (docs/performance.md).
+WARPS_WANTED, VERIFY_WARPS_WANTED = 2048, 4096
 
 
 def launch_record(
@@ -117,8 +118,8 @@ def most_heads(a: Mamba2Attributes, tokens: int) -> int:
 
 def heads_per_block(a: Mamba2Attributes, rows: int, tokens: int) -> int:
     """As many heads as leave the device enough warps, because the heads of a block share the ring's B."""
-    warps = rows * a.num_heads * a.head_dim // 16
-    return max(n for n in head_counts(a, tokens) if n == 1 or warps // n >= WARPS_WANTED)
+    warps, wanted = rows * a.num_heads * a.head_dim // 16, WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED
+    return max(n for n in head_counts(a, tokens) if n == 1 or warps // n >= wanted)
 
 
 def prefill_record(a: Mamba2Attributes, shape: Macros, rows: int, tokens: int, strides: tuple[int, ...]) -> Launch:
