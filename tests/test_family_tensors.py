@@ -154,7 +154,13 @@ def test_16_bit_checkpoints_keep_what_must_stay_float32(name: str, tmp_path: Pat
     assert all(torch.equal(t, exact[n].bfloat16()) for n, t in weights.items() if n not in kept)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "nemotron_h_dense", "qwen3_5_text", "bailing_hybrid_qlora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mamba2", "nemotron_h_dense", "qwen3_5_text", "bailing_hybrid_qlora"),
+        *("granite4_dense", "falcon_h1", "bamba", "olmo_hybrid_rope"),
+    ],
+)
 def test_bfloat16_engines_stay_near_the_float32_reference(name: str, tmp_path: Path) -> None:
     """Models whose experts do not flip at near ties; bfloat16 rounds to 2^-9 at some tens of places."""
     converted(write_hub(build(name), tmp_path / "hub"), dtype="bfloat16")
@@ -210,6 +216,19 @@ def says(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], 
         ("nemotron_h_dense", says("head_dim", 32), "q_proj"),
         ("nemotron_h_moe", says("n_routed_experts", 4), "gate.weight"),
         ("mamba2", says("n_groups", 1), "in_proj"),
+        ("state_spaces", lambda c, t: c["ssm_cfg"].update(headdim=32), "in_proj"),
+        ("state_spaces", lambda c, t: c["ssm_cfg"].pop("d_state"), "in_proj"),
+        # The wrong head size of Mamba-2 makes in_proj wider by the difference in heads.
+        ("falcon_h1", lambda c, t: c.update(mamba_n_heads=16, mamba_d_head=8), "in_proj"),
+        ("falcon_h1", says("head_dim", 32), "q_proj"),
+        ("granite4_moe", says("shared_intermediate_size", 96), "input_linear"),
+        ("granite4_moe", cut("model.layers.0.block_sparse_moe.input_linear.weight"), "input_linear"),
+        ("granite4_dense", says("num_local_experts", 8), "num_experts_per_tok"),
+        ("bamba", says("attn_layer_indices", [0]), "lacks"),
+        ("olmo_hybrid", cut("model.layers.0.linear_attn.v_conv1d.weight"), "v_conv1d"),
+        ("olmo_hybrid", says("linear_value_head_dim", 12), "o_norm"),
+        ("lara_mini", cut("model.layers.0.linear_attn.in_proj.weight"), "in_proj"),
+        ("lara_mini", says("layer_types", ["linear_attention"] * 5), "lacks"),
         ("kimi_linear", says("kv_lora_rank", 16), "kv_a"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

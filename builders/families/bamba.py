@@ -37,16 +37,7 @@ class Bamba(BlueprintFamily):
                 branches.append(Branch(norm, mamba, mamba2_sources(f"{prefix}mamba.", mamba)))
             sources = swiglu_sources(f"{prefix}feed_forward.")
             branches.append(Branch(f"{prefix}pre_ff_layernorm.weight", mlp, sources))
-        return Blueprint(
-            vocab_size=self.vocabulary("model.embed_tokens.weight"),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=epsilon,
-            branches=tuple(branches),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.final_layernorm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
-        )
+        return self.usual_blueprint(branches, epsilon, "model.final_layernorm.weight")
 
     def attends(self) -> list[bool]:
         """Whether each layer is attention. Raises CheckpointError for indices that are no layers."""

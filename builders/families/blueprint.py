@@ -146,6 +146,29 @@ class BlueprintFamily(Family):
         reasons = self.blueprint.dropped.items()
         return next((reason for beginning, reason in reasons if name.startswith(beginning)), None)
 
+    def usual_blueprint(
+        self,
+        branches: list[Branch],
+        epsilon: float,
+        final_norm: str = "model.norm.weight",
+        embedding_scale: float = 1.0,
+        logits_scale: float = 1.0,
+    ) -> Blueprint:
+        """A model whose ends are ``model.embed_tokens``, a final norm and ``lm_head``."""
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        return Blueprint(
+            vocab_size=self.vocabulary(embedding),
+            hidden_size=self.config.positive("hidden_size"),
+            norm_epsilon=epsilon,
+            branches=tuple(branches),
+            embedding=embedding,
+            final_norm=final_norm,
+            head=head,
+            tie_embeddings=self.tied(head),
+            embedding_scale=embedding_scale,
+            logits_scale=logits_scale,
+        )
+
     # ---- what the tensors tell ---------------------------------------------------------------------------------------
 
     def pick(self, *names: str) -> str:

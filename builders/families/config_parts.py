@@ -6,6 +6,7 @@ import math
 
 from trtllm_replayssm.builders.families.mamba2 import time_step_limit
 from trtllm_replayssm.builders.hf.config import HfConfig
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.network.base import Rope
 
@@ -87,6 +88,19 @@ def prefixed_mamba2(config: HfConfig, epsilon: float | None, inner: int, scales:
         dt_min=low,
         dt_max=high,
         scales=scales if any(factor != 1 for factor in scales) else (),
+    )
+
+
+def prefixed_gated_delta(config: HfConfig, epsilon: float, beta_scale: float = 1.0) -> GatedDelta:
+    """Gated DeltaNet from the keys ``linear_*``. epsilon: of its output norm."""
+    return GatedDelta(
+        num_key_heads=config.positive("linear_num_key_heads"),
+        num_value_heads=config.positive("linear_num_value_heads"),
+        key_dim=config.positive("linear_key_head_dim"),
+        value_dim=config.positive("linear_value_head_dim"),
+        conv_kernel=config.positive("linear_conv_kernel_dim"),
+        norm_epsilon=epsilon,
+        beta_scale=beta_scale,
     )
 
 

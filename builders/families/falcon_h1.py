@@ -44,15 +44,10 @@ class FalconH1(BlueprintFamily):
             branches.append(Branch(f"{prefix}input_layernorm.weight", mixer, sources))
             sources = swiglu_sources(f"{prefix}feed_forward.")
             branches.append(Branch(f"{prefix}pre_ff_layernorm.weight", mlp, sources))
-        return Blueprint(
-            vocab_size=self.vocabulary("model.embed_tokens.weight"),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=self.epsilon,
-            branches=tuple(branches),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.final_layernorm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
+        return self.usual_blueprint(
+            branches,
+            self.epsilon,
+            "model.final_layernorm.weight",
             embedding_scale=multiplier(config, "embedding_multiplier"),
             logits_scale=multiplier(config, "lm_head_multiplier"),
         )

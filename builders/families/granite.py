@@ -54,15 +54,9 @@ class Granite(BlueprintFamily):
             sources = mixer_sources(prefix, mixer)
             branches.append(Branch(f"{prefix}input_layernorm.weight", mixer, sources))
             branches.append(Branch(f"{prefix}post_attention_layernorm.weight", mlp, mlp_sources(prefix, mlp)))
-        return Blueprint(
-            vocab_size=self.vocabulary("model.embed_tokens.weight"),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=self.epsilon,
-            branches=tuple(branches),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.norm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
+        return self.usual_blueprint(
+            branches,
+            self.epsilon,
             embedding_scale=multiplier(config, "embedding_multiplier"),
             logits_scale=1 / multiplier(config, "logits_scaling"),
         )

@@ -57,17 +57,7 @@ class KimiLinear(BlueprintFamily):
         branches: list[Branch] = []
         for i, (kind, mlp) in enumerate(zip(kinds, mlps)):
             branches += self.block(f"model.layers.{i}.", kind, mlp == "sparse")
-        embedding = "model.embed_tokens.weight"
-        return Blueprint(
-            vocab_size=self.vocabulary(embedding),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=self.epsilon,
-            branches=tuple(branches),
-            embedding=embedding,
-            final_norm="model.norm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
-        )
+        return self.usual_blueprint(branches, self.epsilon)
 
     def layer_types(self) -> list[str]:
         """Kind of every layer. The hub states them in linear_attn_config, a save by transformers in layer_types."""

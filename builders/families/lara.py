@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from trtllm_replayssm.builders.families.base import conv_taps
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, Sources
-from trtllm_replayssm.builders.families.config_parts import required_rope
+from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta, required_rope
 from trtllm_replayssm.builders.families.parts import gqa_sources, listed_types, plain, swiglu_sources, with_prefix
 from trtllm_replayssm.builders.layers.attention import Attention
-from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 
@@ -27,7 +26,7 @@ class Lara(BlueprintFamily):
         config.expect("attention_bias", False)
         config.ignore("max_position_embeddings")
         self.epsilon = config.number("rms_norm_eps")
-        sliding, delta, moe = self.sliding(), self.gated_delta(), self.moe()
+        sliding, delta, moe = self.sliding(), prefixed_gated_delta(config, self.epsilon), self.moe()
         attention = {SLIDING: sliding, FULL: replace(sliding, rope=None, window=None)}
         branches: list[Branch] = []
         for i, kind in enumerate(listed_types(config, "layer_types", (LINEAR, SLIDING, FULL))):
@@ -39,16 +38,7 @@ class Lara(BlueprintFamily):
                 sources = gqa_sources(f"{prefix}self_attn.", normed=True)
                 branches.append(Branch(norm, attention[kind], sources))
             branches.append(Branch(f"{prefix}post_attention_layernorm.weight", moe, moe_sources(f"{prefix}mlp.")))
-        return Blueprint(
-            vocab_size=self.vocabulary("model.embed_tokens.weight"),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=self.epsilon,
-            branches=tuple(branches),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.norm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
-        )
+        return self.usual_blueprint(branches, self.epsilon)
 
     def sliding(self) -> Attention:
         config, channels = self.config, self.config.positive("head_dim")
@@ -60,17 +50,6 @@ class Lara(BlueprintFamily):
             rope=required_rope(config, channels),
             qk_norm_epsilon=self.epsilon,
             window=config.positive("sliding_window"),
-        )
-
-    def gated_delta(self) -> GatedDelta:
-        config = self.config
-        return GatedDelta(
-            num_key_heads=config.positive("linear_num_key_heads"),
-            num_value_heads=config.positive("linear_num_value_heads"),
-            key_dim=config.positive("linear_key_head_dim"),
-            value_dim=config.positive("linear_value_head_dim"),
-            conv_kernel=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=self.epsilon,
         )
 
     def moe(self) -> Moe:

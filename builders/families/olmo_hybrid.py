@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from trtllm_replayssm.builders.families.base import conv_taps, rows
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, Sources
-from trtllm_replayssm.builders.families.config_parts import head_dim, optional_rope
+from trtllm_replayssm.builders.families.config_parts import head_dim, optional_rope, prefixed_gated_delta
 from trtllm_replayssm.builders.families.parts import gqa_sources, listed_types, plain, swiglu_sources
 from trtllm_replayssm.builders.layers.attention import Attention
-from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.mlp import Mlp
 
 #: Of the norm of Gated DeltaNet's output, whatever rms_norm_eps is.
@@ -30,7 +29,8 @@ class OlmoHybrid(BlueprintFamily):
         config.expect("linear_use_gate", True)
         config.ignore("max_position_embeddings", *TRAINING_KEYS)
         self.epsilon = config.number("rms_norm_eps")
-        attention, delta = self.attention(), self.gated_delta()
+        attention, beta_scale = self.attention(), 2.0 if config.flag("linear_allow_neg_eigval") else 1.0
+        delta = prefixed_gated_delta(config, OUTPUT_EPSILON, beta_scale)
         mlp = Mlp(config.positive("intermediate_size"), "swiglu")
         branches: list[Branch] = []
         for i, kind in enumerate(listed_types(config, "layer_types", ("linear_attention", "full_attention"))):
@@ -44,16 +44,7 @@ class OlmoHybrid(BlueprintFamily):
                 branches.append(Branch(first, delta, gated_delta_sources(f"{prefix}linear_attn.")))
             sources = swiglu_sources(f"{prefix}mlp.")
             branches.append(Branch(second, replace(mlp, norm_after=after), sources))
-        return Blueprint(
-            vocab_size=self.vocabulary("model.embed_tokens.weight"),
-            hidden_size=config.positive("hidden_size"),
-            norm_epsilon=self.epsilon,
-            branches=tuple(branches),
-            embedding="model.embed_tokens.weight",
-            final_norm="model.norm.weight",
-            head="lm_head.weight",
-            tie_embeddings=self.tied("lm_head.weight"),
-        )
+        return self.usual_blueprint(branches, self.epsilon)
 
     def norms(self, prefix: str, kind: str) -> tuple[str, str]:
         """Norms of a layer's mixer and MLP; transformers writes one of those of attention under another name."""
@@ -75,18 +66,6 @@ class OlmoHybrid(BlueprintFamily):
             qk_norm_epsilon=self.epsilon,
             qk_norm_joint=True,
             norm_after=True,
-        )
-
-    def gated_delta(self) -> GatedDelta:
-        config = self.config
-        return GatedDelta(
-            num_key_heads=config.positive("linear_num_key_heads"),
-            num_value_heads=config.positive("linear_num_value_heads"),
-            key_dim=config.positive("linear_key_head_dim"),
-            value_dim=config.positive("linear_value_head_dim"),
-            conv_kernel=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=OUTPUT_EPSILON,
-            beta_scale=2.0 if config.flag("linear_allow_neg_eigval") else 1.0,
         )
 
 

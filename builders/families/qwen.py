@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source, conv_taps
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
+from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta
 from trtllm_replayssm.builders.families.parts import expert_sources, plain, swiglu_sources, with_prefix
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -119,15 +120,7 @@ class Qwen(BlueprintFamily):
         return plain(prefix, names) | {"qkv.weight": Source(tuple(f"{prefix}{x}_proj.weight" for x in "qkv"), pack)}
 
     def gated_delta(self) -> GatedDelta:
-        config = self.config
-        return GatedDelta(
-            num_key_heads=config.positive("linear_num_key_heads"),
-            num_value_heads=config.positive("linear_num_value_heads"),
-            key_dim=config.positive("linear_key_head_dim"),
-            value_dim=config.positive("linear_value_head_dim"),
-            conv_kernel=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=self.epsilon,
-        )
+        return prefixed_gated_delta(self.config, self.epsilon)
 
     def gated_delta_sources(self, prefix: str, layer: GatedDelta) -> Sources:
         names = ("A_log", "dt_bias", "norm.weight", "out_proj.weight")

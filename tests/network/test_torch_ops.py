@@ -155,9 +155,13 @@ def test_cache_update_writes_valid_tokens_at_their_positions() -> None:
     assert cache.isfinite().sum() == (3 + 1) * 8
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_attention_sees_the_prefix_and_nothing_behind_it(heads: int, kv_heads: int) -> None:
-    """Grouped heads, rows at different prefixes, ragged queries, NaN in cache rows nobody wrote, a padding row."""
+def test_attention_sees_the_prefix_and_nothing_behind_it(heads: int, kv_heads: int, window: int | None) -> None:
+    """Grouped heads, rows at different prefixes, ragged queries, NaN in cache rows nobody wrote, a padding row.
+
+    In a window a token sees itself and those before it, so many in all.
+    """
     rows = [(0, 6, 3), (-1, 0, 0), (2, 0, 2), (3, 11, 1)]
     q = torch.randn(4, 3, heads, 8)
     k, v = torch.full((4, kv_heads, 20, 8), math.nan), torch.full((4, kv_heads, 20, 5), math.nan)
@@ -165,14 +169,14 @@ def test_attention_sees_the_prefix_and_nothing_behind_it(heads: int, kv_heads: i
         if slot >= 0:
             k[row, :, : committed + length].normal_()
             v[row, :, : committed + length].normal_()
-    out = network(rows, kv_len=12).attention(q, k, v, 0.3)
+    out = network(rows, kv_len=12).attention(q, k, v, 0.3, window)
     assert out.shape == (4, 3, heads, 5)
     assert not out[1].any()
     for row, (slot, committed, length) in enumerate(rows):
         for i in range(length if slot >= 0 else 0):
-            seen = committed + i + 1
-            keys = k[row, :, :seen].repeat_interleave(heads // kv_heads, 0)
-            values = v[row, :, :seen].repeat_interleave(heads // kv_heads, 0)
+            seen = slice(max(0, committed + i + 1 - (window or 50)), committed + i + 1)
+            keys = k[row, :, seen].repeat_interleave(heads // kv_heads, 0)
+            values = v[row, :, seen].repeat_interleave(heads // kv_heads, 0)
             weights = (torch.einsum("hd,hsd->hs", q[row, i], keys) * 0.3).softmax(-1)
             torch.testing.assert_close(out[row, i], torch.einsum("hs,hsd->hd", weights, values))
 
