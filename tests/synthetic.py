@@ -40,6 +40,14 @@ LAYERS: tuple[Layer, ...] = (
     Moe(8, 3, 32, "swiglu", "softmax", shared=Mlp(48, "swiglu"), shared_gate=True),
     Moe(8, 3, 32, "relu2", "sigmoid", latent_size=16),
 )
+#: Head sizes of real models, which the tuned kernels take.
+REAL_HEADS = (
+    Mamba2(num_heads=8, head_dim=64, state_size=128, n_groups=2, conv_kernel=4, norm_epsilon=1e-5),
+    Mlp(96, "relu2"),
+    GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=128, conv_kernel=4, norm_epsilon=1e-6),
+    Mlp(96, "swiglu"),
+    Kda(num_heads=2, head_dim=128, conv_kernel=4, norm_epsilon=1e-6),
+)
 #: Odd, so that two ranks need a padded head.
 VOCAB_SIZE = 51
 

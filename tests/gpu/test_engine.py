@@ -11,23 +11,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import synthetic
 
-from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
-from trtllm_replayssm.builders.layers.kda import Kda
-from trtllm_replayssm.builders.layers.mamba2 import Mamba2
-from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
 from trtllm_replayssm.runtime.session import Session
-
-#: Head sizes of real models, which the tuned kernels take.
-REAL_HEADS = (
-    Mamba2(num_heads=8, head_dim=64, state_size=128, n_groups=2, conv_kernel=4, norm_epsilon=1e-5),
-    Mlp(96, "relu2"),
-    GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=128, conv_kernel=4, norm_epsilon=1e-6),
-    Mlp(96, "swiglu"),
-    Kda(num_heads=2, head_dim=128, conv_kernel=4, norm_epsilon=1e-6),
-)
 
 
 def run(engine: Engine, ids: torch.Tensor, draft: int) -> torch.Tensor:
@@ -53,7 +40,7 @@ def run(engine: Engine, ids: torch.Tensor, draft: int) -> torch.Tensor:
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("layers", [synthetic.LAYERS, REAL_HEADS], ids=["every-kind", "real-heads"])
+@pytest.mark.parametrize("layers", [synthetic.LAYERS, synthetic.REAL_HEADS], ids=["every-kind", "real-heads"])
 @pytest.mark.parametrize(("dtype", "state", "bound"), [("float32", "float32", 1e-4), ("bfloat16", "float32", 3e-2)])
 def test_engine_agrees_with_the_cpu(tmp_path, layers, dtype, state, bound):
     replay = ReplayConfig(window=8, max_draft_len=3, state_dtype=state)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import synthetic
-from test_engine import REAL_HEADS
 
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.mlp import Mlp
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 ATTENTION = Attention(4, 2, 64, 0.125)
 MOE = Moe(8, 3, 32, "swiglu", "softmax", shared=Mlp(48, "swiglu"))
-MAMBA2, _, GATED_DELTA, _, KDA = REAL_HEADS
+MAMBA2, _, GATED_DELTA, _, KDA = synthetic.REAL_HEADS
 #: One model of each recurrence with its own kind of feed-forward layer, and one of every layer there is.
 MODELS = {
     "mamba2-dense": (MAMBA2, Mlp(96, "relu2"), ATTENTION, Mlp(96, "relu2")),
