@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing  # tensorrt.plugin reads np.typing, which numpy 1 has only once it was imported
 import torch
 
 from trtllm_replayssm.errors import EngineError, pip_extra

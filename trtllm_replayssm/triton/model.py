@@ -49,7 +49,7 @@ class TritonPythonModel:
     def start(self, options: ServingOptions, folder: Path, name: str) -> None:
         LOGGER.handlers[:] = [TritonLog()]
         LOGGER.setLevel(LOG_LEVELS[options.log_level])
-        self.options, self.delivery = options, None
+        self.options, self.serving = options, False
         self.ranks = Ranks.start(options, folder, lost=self.lost_rank)
         self.llm = options.load(folder)
         scheduler = self.llm.scheduler
@@ -72,6 +72,7 @@ class TritonPythonModel:
         self.ids = count()
         self.stepping.start()
         self.delivery.start()
+        self.serving = True
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
@@ -118,7 +119,7 @@ class TritonPythonModel:
     def lost_rank(self, error: Exception) -> None:
         """Another rank is gone, and with it the engine: tell the clients, and end, for Triton to start the model again."""
         LOGGER.error("%s; the model starts again", error)
-        if self.delivery is not None:
+        if self.serving:
             self.delivery.fail_all(error)
         os._exit(EXIT_LOST)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,11 @@ class ServingOptions:
     exclude_input_in_output: bool = True
     cancellation_check_period_ms: int = 100
     log_level: str = "warning"
+
+    def with_folders(self, folders: Mapping[str, str]) -> ServingOptions:
+        """The same with other places of the engines."""
+        values: dict[str, Any] = dict(folders)
+        return replace(self, **values)
 
     def parameters(self) -> dict[str, str]:
         """As strings, those that are not set left out."""
@@ -93,8 +98,8 @@ def text(value: Any) -> str:
 
 def read_bool(value: str) -> bool:
     """Raises ValueError for anything but true and false."""
-    return {"true": True, "false": False}[value.lower()] if value.lower() in ("true", "false") else bool(int(value))
+    return bool(("false", "true").index(value.lower()))
 
 
 #: How a parameter is read, by the annotation of its field.
-READ = {"int": int, "int | None": int, "bool": read_bool}
+READ: dict[str, Callable[[str], Any]] = {"int": int, "int | None": int, "bool": read_bool}

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from trtllm_replayssm.builders.staging import check_folders, staged_folder
@@ -36,13 +35,13 @@ def write_repository(options: ServingOptions, output_dir: str | Path, copy_engin
     """
     output, version = Path(output_dir), Path(TOKEN_MODEL) / "1"
     folders = {name: Path(folder).resolve() for name, folder in engine_folders(options).items()}
-    options = replace(options, **{name: str(folder) for name, folder in folders.items()})
+    options = options.with_folders({name: str(folder) for name, folder in folders.items()})
     options.check(output)
     for folder in folders.values():
         check_folders(folder, output, is_repository)
     if copy_engine:
         copies = {"engine_dir": ENGINE_COPY, "draft_engine_dir": DRAFT_COPY}
-        options = replace(options, **{name: INSIDE + copies[name] for name in folders})
+        options = options.with_folders({name: INSIDE + copies[name] for name in folders})
     with staged_folder(output) as staging:
         (staging / version).mkdir(parents=True)
         (staging / TEXT_MODEL / "1").mkdir(parents=True)

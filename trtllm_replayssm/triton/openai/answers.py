@@ -64,7 +64,7 @@ class Completion(Form):
         tokens = [self.token_text(token) for token in piece.token_ids]
         top = [
             {self.token_text(other): value for other, value in likeliest} | {token: own}
-            for token, own, likeliest in zip(tokens, piece.logprobs, piece.top or [()] * len(tokens))
+            for token, own, likeliest in zip(tokens, piece.logprobs, piece.top or [[]] * len(tokens))
         ]
         offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
         return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
@@ -96,7 +96,7 @@ class Chat(Form):
     def places(self, piece: Piece) -> list[Json]:
         return [
             self.place(token, own) | {"top_logprobs": [self.place(other, value) for other, value in likeliest]}
-            for token, own, likeliest in zip(piece.token_ids, piece.logprobs, piece.top or [()] * len(piece.token_ids))
+            for token, own, likeliest in zip(piece.token_ids, piece.logprobs, piece.top or [[]] * len(piece.token_ids))
         ]
 
     def place(self, token: int, logprob: float) -> Json:

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class Front:
         if len(prompts) * asked.n > MAX_CHOICES:
             raise UserError(f"{len(prompts)} prompts with n {asked.n} are more than {MAX_CHOICES} continuations")
         known, longest = self.config.checkpoint.num_tokens or self.config.decoder().vocab_size, self.config.max_seq_len
-        made = []
+        made: list[Choice] = []
         for prompt in prompts:
             if not prompt:
                 raise UserError("a prompt is empty", "it needs at least one token")
@@ -210,7 +210,7 @@ async def gathered(works: Sequence[Any]) -> list[Piece]:
             task.cancel()
 
 
-async def merged(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
+async def merged(sources: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[Any, None]:
     """Items of all sources as they come. When one fails, so does this; leaving it early ends them all."""
     items: asyncio.Queue[tuple[bool, Any]] = asyncio.Queue()
 
