@@ -34,6 +34,7 @@ class StandIn:
         self.networks: list[tuple[Any, KeptPlugins, list[Any]]] = []
         self.waiting: list[KeptPlugins] = []
         self.contexts: list[Context] = []
+        self.configs: list[Any] = []
         self.module = ModuleType("tensorrt")
         vars(self.module).update(vars(self.rtx.module))
         vars(self.module).update(
@@ -82,6 +83,7 @@ class Builder:
 
     def build_serialized_network(self, network: Any, config: Any) -> bytes:
         assert config.num_optimization_profiles == len(self.profiles)
+        self.stand_in.configs.append(config)
         ticket = len(self.stand_in.networks)
         # The builder must outlive its network.
         self.stand_in.networks.append(((network, self), self.stand_in.waiting.pop(0), self.profiles))

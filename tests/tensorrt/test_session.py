@@ -1,4 +1,4 @@
-"""Engines of the flavour tensorrt, from build to text, against embedded engines of the same checkpoint.
+"""Sessions of plans against sessions of embedded engines of the same checkpoint.
 
 TensorRT is a stand-in that computes the genuine network definitions at the addresses that the session binds (stand_in.py).
 """
@@ -14,98 +14,21 @@ import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
-from stand_in import StandIn
+from engine_pair import TOLERANCE, Pair, Sessions, tokens
+from lean_runtime import missing, tensorrt_bindings
+from stand_in import INTERFACES, OWN
 from torch import Tensor
 
-from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.errors import EngineError, UserError
-from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.plugins.cursors import RowMode
-from trtllm_replayssm.runtime.build import build_engine, engine_config
-from trtllm_replayssm.runtime.engine import BuildOptions, Engine
 from trtllm_replayssm.runtime.session import Session
-from trtllm_replayssm.runtime.tensorrt import engine as loading
 from trtllm_replayssm.runtime.tensorrt.plan import Execution
-from trtllm_replayssm.runtime.tensorrt.plans import Target
 from trtllm_replayssm.runtime.tensorrt.steps import PlanSteps
-
-CAPABILITY = (9, 0)
-LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 125, "max_num_tokens": 256}
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-def options(flavour: str, **changes: Any) -> BuildOptions:
-    return BuildOptions(engine_flavour=flavour, **LIMITS | {"max_draft_len": 3} | changes)
-
-
-class Pair:
-    """An embedded engine and one of TensorRT, of one checkpoint."""
-
-    def __init__(
-        self, folder: Path, model: Any = None, features: dict[str, bool] | None = None, **changes: Any
-    ) -> None:
-        source = synthetic.write_checkpoint(folder / "checkpoint", model or synthetic.decoder())
-        self.folder = folder / "tensorrt"
-        build_engine(source, folder / "embedded", options("embedded", **changes))
-        self.config = engine_config(CheckpointConfig.read(source), options("tensorrt", **changes))
-        self.stand_in = StandIn(self.config.pools(), **(features or {}))
-        tensorrt = self.stand_in.tensorrt()
-
-        def network() -> tuple[Any, Any]:
-            builder = tensorrt.builder(tensorrt_log(tensorrt.module))
-            return tensorrt.create_network(builder), builder
-
-        target = Target(tensorrt, CAPABILITY, self.stand_in.plugins, network)
-        gathers = {"gather_context_logits": True} | changes
-        build_engine(source, self.folder, options("tensorrt", **gathers), target=target)
-        self.embedded = Engine.load(folder / "embedded", device="cpu")
-
-    def load(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        """As on a machine with this TensorRT and GPU."""
-        monkeypatch.setattr(loading, "load_tensorrt", lambda flavours: self.stand_in.tensorrt())
-        monkeypatch.setattr(loading, "found_capability", lambda folder, device: CAPABILITY)
-        return Engine.load(self.folder, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("engines"))
-
-
-class Sessions:
-    """The same calls on both; results are compared."""
-
-    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, snapshot_slots: int = 0) -> None:
-        self.engine = pair.load(monkeypatch)
-        self.both = [Session(engine, snapshot_slots) for engine in (pair.embedded, self.engine)]
-        self.mine, self.theirs = self.both
-
-    def same(self, call: str, *args: Any, **values: Any) -> Tensor:
-        expected, got = (getattr(session, call)(*args, **values) for session in self.both)
-        if expected is not None:
-            torch.testing.assert_close(got, expected, **TOLERANCE)
-        assert torch.equal(self.mine.host, self.theirs.host)
-        # The device's cursors followed the same rule as the host's.
-        assert torch.equal(self.theirs.cursors, self.theirs.host)
-        return expected
-
-    def step(
-        self, ids: Tensor, first: int = 0, lengths: list[int] | None = None, modes: Any = None, active: Any = None
-    ) -> None:
-        """All valid tokens of active rows."""
-        expected, got = self.each("step", ids, first, lengths, modes, active)
-        for row in range(len(ids)):
-            end = ids.shape[1] if lengths is None else lengths[row]
-            if active is None or active[row]:
-                torch.testing.assert_close(got[row, :end], expected[row, :end], **TOLERANCE)
-        assert torch.equal(self.theirs.cursors, self.theirs.host)
-
-    def each(self, call: str, *args: Any) -> list[Any]:
-        return [getattr(session, call)(*args) for session in self.both]
-
-
-def tokens(rows: int, count: int, seed: int) -> Tensor:
-    return torch.randint(0, synthetic.VOCAB_SIZE, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
 def test_prefill_decode_and_verify_equal_the_embedded_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,5 +195,17 @@ def test_logits_of_all_prompt_tokens_need_an_engine_built_for_them(
     plain = Session(Pair(tmp_path, gather_context_logits=False).load(monkeypatch))
     assert plain.step(tokens(1, 30, 0), 0, modes=[RowMode.ABSORB], last_only=True).shape == (1, 1, synthetic.VOCAB_SIZE)
     with pytest.raises(UserError, match="logits of a prefill's last token only") as error:
-        plain.step(tokens(1, 30, 0), 0, modes=[RowMode.ABSORB])
+        plain.step(tokens(1, 30, 0), 1, modes=[RowMode.ABSORB])
     assert "--gather_context_logits" in error.value.hint
+
+
+# ---- the stand-in ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_stand_in_has_nothing_that_tensorrt_lacks(interface: str) -> None:
+    genuine = getattr(tensorrt_bindings(), interface)
+    members = {name for name in vars(INTERFACES[interface]) if not name.startswith("_")} - OWN
+    assert members
+    assert [name for name in members if not hasattr(genuine, name)] == []

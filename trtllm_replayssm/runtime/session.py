@@ -103,6 +103,7 @@ class Session:
         given = StepInput.create(token_ids, query_lens, modes, active, self.engine.decoder.vocab_size)
         rows, tokens = given.token_ids.shape
         self.check_step(given, first_slot)
+        self.check_logits(given, last_only)
         here = slice(first_slot, first_slot + rows)
         slot_ids = torch.where(given.active, torch.arange(rows), -1).int()
         attributes = AdvanceAttributes(self.replay.window)
@@ -161,6 +162,16 @@ class Session:
                     f"{count} more tokens in slot {slot}, which holds {committed}, exceed max_seq_len {config.max_seq_len}",
                     "build the engine with a larger --max_seq_len",
                 )
+
+    def check_logits(self, given: StepInput, last_only: bool) -> None:
+        """Raises UserError for the logits of all tokens of a prefill, where the engine's plans were not built for them."""
+        plans, verify_tokens = self.engine.config.tensorrt, self.replay.verify_tokens
+        if plans is None or plans.gather_context_logits or last_only or given.token_ids.shape[1] <= verify_tokens:
+            return
+        if bool((given.active & (given.modes == RowMode.ABSORB) & (given.query_lens > 1)).any()):
+            raise UserError(
+                "this engine gives the logits of a prefill's last token only", "build it with --gather_context_logits"
+            )
 
     def commit(self, first_slot: int, accepted: PerRow) -> None:
         """Keep the first ``accepted[r]`` tokens of each row of the last step, the sampled token included; drop the rest.

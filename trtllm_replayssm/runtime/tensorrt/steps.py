@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import Engine
@@ -117,7 +116,6 @@ class PlanSteps:
         """See runtime.steps.Steps. previous: what a prediction head reads, ``[rows, T, hidden_size]``.
 
         Without a prediction head nothing is kept of what the head read: ``[rows, T, 0]``.
-        Raises UserError for the logits of all tokens of a prefill, where the engine was not built for them.
         """
         rows, tokens = given.token_ids.shape
         if tokens <= self.verify_tokens:
@@ -172,10 +170,6 @@ class PlanSteps:
         self, given: StepInput, row: int, slot: int, step: int, length: int, last_only: bool, previous: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The prompt tokens of one row."""
-        if not last_only and length > 1 and not self.engine.gather_context_logits:
-            raise UserError(
-                "this engine gives the logits of a prefill's last token only", "build it with --gather_context_logits"
-            )
         lengths = given.query_lens[row : row + 1]
         shape = Shape(PREFILL, slot, 1, length, 1 if last_only else length, step_tokens(self.config, step))
         values = {
