@@ -46,8 +46,10 @@ $(VENV)/demo.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo]'
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/demo.stamp
+$(VENV)/test.stamp: $(VENV)/demo.stamp tests/tensorrt/oldest.txt
 	$(PIP) --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
+		--target $(VENV)/tensorrt-10.14 --requirement tests/tensorrt/oldest.txt
 	touch $@
 
 $(VENV)/lint.stamp: $(VENV)/test.stamp
