@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide
 from trtllm_replayssm.network.base import MlpActivation, Network, Tensor
 from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.routing import Router, Routing
 from trtllm_replayssm.replay import ReplayConfig
 
 
@@ -30,7 +30,7 @@ class Moe(Layer):
     top_k: int
     intermediate_size: int
     activation: MlpActivation
-    router: Literal["sigmoid", "softmax"]
+    router: Router
     normalise: bool = True
     routed_scale: float = 1.0
     n_group: int = 1
@@ -67,23 +67,16 @@ class Moe(Layer):
             shared=None if self.shared is None else self.shared.divided(tp_size),
         )
 
+    @property
+    def routing(self) -> Routing:
+        choice = (self.top_k, self.router, self.n_group, self.topk_group)
+        return Routing(*choice, self.normalise, self.routed_scale)
+
     def route(self, net: Network, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Indices (int32) and weights (float32) ``[rows, T, top_k]`` of the chosen experts."""
         logits = net.linear(net.cast(x, "float32"), net.weight(f"{name}.router.weight"))
-        if self.router == "softmax":
-            weights, indices = net.top_k(net.softmax(logits), self.top_k)
-        else:
-            scores = net.activation(logits, "sigmoid")
-            choice = net.add_bias(scores, net.weight(f"{name}.router.bias"))
-            if self.n_group > 1:
-                best_two, _ = net.top_k(net.unflatten(choice, (self.n_group, -1)), 2)
-                _, groups = net.top_k(net.flatten(net.sum(best_two)), self.topk_group)
-                choice = net.mask_groups(choice, groups, self.n_group)
-            _, indices = net.top_k(choice, self.top_k)
-            weights = net.gather(scores, indices)
-        if self.normalise:
-            weights = net.divide(weights, net.sum(weights))
-        return indices, net.scale(weights, self.routed_scale)
+        bias = net.weight(f"{name}.router.bias") if self.router == "sigmoid" else None
+        return net.route(logits, bias, self.routing)
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
         indices, weights = self.route(net, name, x)

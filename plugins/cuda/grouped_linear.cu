@@ -1,13 +1,13 @@
 // Products of rows with the matrices of their experts: y[pair] = act(W[expert] x[row]) for pairs sorted by expert.
 //
-// A block takes 16 * WARPS rows of one expert's matrix (WEIGHT_ROWS in shared memory) and all of the expert's pairs, COLUMNS
-// at a time. The matrix is the left operand of the tensor cores, so that few pairs waste little: a decode step has a handful
+// A block takes WEIGHT_ROWS rows of one expert's matrix, 16 * TALL for each warp, and all of the expert's pairs, COLUMNS at a
+// time. The matrix is the left operand of the tensor cores, so that few pairs waste little: a decode step has a handful
 // of them for each expert and is bound by reading the matrices. Tiles of DEPTH_TILE contracted elements pass through a ring
 // of STAGES; every row of a tile is 128 bytes, of which the 16-byte pieces are swapped by the row's number, so that neither
 // the copies nor ldmatrix meet bank conflicts. With SWIGLU half of a block's rows are gates and half are their factors.
 //
-// Macros: ACT (16 bits), OUTER (rows of y: those of W, or half of them), DEPTH, WARPS, COLUMNS, STAGES, ACTIVATION (0 none,
-// 1 relu2, 2 swiglu), LIMIT (of swiglu; infinite where it has none), TOP_K, GATHER (x has a row for each token, of which a
+// Macros: ACT (16 bits), OUTER (rows of y: those of W, or half of them), DEPTH, WARPS, TALL, COLUMNS, STAGES, ACTIVATION
+// (0 none, 1 relu2, 2 swiglu), LIMIT (of swiglu; infinite where it has none), TOP_K, GATHER (x has a row for each token, of which a
 // pair is token * TOP_K + choice; otherwise for each sorted pair), SCATTER (y has a row for each pair, otherwise each sorted
 // pair).
 #include "async_copy.cuh"
@@ -15,11 +15,11 @@
 #include "scalars.cuh"
 
 constexpr bool SWIGLU = ACTIVATION == 2;
-constexpr int THREADS = 32 * WARPS, WEIGHT_ROWS = 16 * WARPS, OUT_ROWS = SWIGLU ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;
+constexpr int THREADS = 32 * WARPS, WEIGHT_ROWS = 16 * TALL * WARPS, OUT_ROWS = SWIGLU ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;
 constexpr int DEPTH_TILE = 64, PIECES = 8;  // 16-byte pieces of a row of a tile
 constexpr int TILES = (DEPTH + DEPTH_TILE - 1) / DEPTH_TILE;
 // Bounds a thread's registers; what more columns need is worth more than a second block.
-constexpr int BLOCKS_AN_SM = COLUMNS > 96 ? 1 : WARPS > 4 ? 2 : 4;
+constexpr int BLOCKS_AN_SM = (COLUMNS * TALL > 96 ? 1 : 2) * (WARPS > 4 ? 1 : 2);
 constexpr int STAGE = (WEIGHT_ROWS + COLUMNS) * DEPTH_TILE, OUT_STRIDE = WEIGHT_ROWS + 8;
 static_assert(COLUMNS % 16 == 0 && DEPTH % 8 == 0 && OUTER % 8 == 0, "pieces of 16 bytes");
 static_assert(COLUMNS * OUT_STRIDE <= STAGES * STAGE, "results are staged where the tiles were");
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             end_copies();
         };
 
-        Accumulator sums[COLUMNS / 8] = {};
+        Accumulator sums[TALL][COLUMNS / 8] = {};
 #pragma unroll
         for (int tile = 0; tile < STAGES - 1; ++tile) load(tile);
         for (int tile = 0; tile < TILES; ++tile) {
@@ -91,16 +91,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             const ACT* stage = tiles + tile % STAGES * STAGE;
 #pragma unroll
             for (int k = 0; k < DEPTH_TILE / 16; ++k) {
-                u32 a[4];
-                load_matrices(a, stage + piece_at(warp * 16 + lane % 16, 2 * k + lane / 16));
+                u32 a[TALL][4];
+#pragma unroll
+                for (int r = 0; r < TALL; ++r)
+                    load_matrices(a[r], stage + piece_at((warp * TALL + r) * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c += 16) {
                     // Columns beyond the last pair hold what was there before: it stays in their own sums.
                     if (c >= columns) break;
                     u32 b[4];
                     load_matrices(b, stage + piece_at(WEIGHT_ROWS + c + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
-                    mma_16bit<ACT>(sums[c / 8], a, b[0], b[1]);
-                    mma_16bit<ACT>(sums[c / 8 + 1], a, b[2], b[3]);
+#pragma unroll
+                    for (int r = 0; r < TALL; ++r) {
+                        mma_16bit<ACT>(sums[r][c / 8], a[r], b[0], b[1]);
+                        mma_16bit<ACT>(sums[r][c / 8 + 1], a[r], b[2], b[3]);
+                    }
                 }
             }
         }
@@ -109,11 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
 
         // Through shared memory, so that a pair's results are written in pieces of 16 bytes.
 #pragma unroll
-        for (int c = 0; c < COLUMNS / 8; ++c)
+        for (int r = 0; r < TALL; ++r)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                tiles[(c * 8 + 2 * t + i % 2) * OUT_STRIDE + warp * 16 + g + i / 2 * 8] =
-                    from_float<ACT>(activated(sums[c].v[i]));
+            for (int c = 0; c < COLUMNS / 8; ++c)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    tiles[(c * 8 + 2 * t + i % 2) * OUT_STRIDE + (warp * TALL + r) * 16 + g + i / 2 * 8] =
+                        from_float<ACT>(activated(sums[r][c].v[i]));
         __syncthreads();
         for (int piece = thread; piece < columns * (OUT_ROWS / 8); piece += THREADS) {
             const int c = piece / (OUT_ROWS / 8), at = piece % (OUT_ROWS / 8) * 8;

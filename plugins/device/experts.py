@@ -69,16 +69,22 @@ def route_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """warps: 16 rows of a matrix each. columns: pairs of one expert at a time. stages: tiles in shared memory."""
+    """warps: 16 * tall rows of a matrix each. columns: pairs of one expert at a time. stages: tiles in shared memory."""
 
     warps: int
     columns: int
     stages: int = 4
+    tall: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a matrix."""
+        return 16 * self.tall * self.warps
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        return self.stages * (16 * self.warps + self.columns) * DEPTH_TILE * 2
+        return self.stages * (self.rows + self.columns) * DEPTH_TILE * 2
 
 
 def tile_for(pairs: int, experts: int) -> Tile:
@@ -150,6 +156,7 @@ def linear_kernel(
         ("OUTER", outer),
         ("DEPTH", depth),
         ("WARPS", tile.warps),
+        ("TALL", tile.tall),
         ("COLUMNS", tile.columns),
         ("STAGES", tile.stages),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
@@ -158,15 +165,19 @@ def linear_kernel(
         ("GATHER", int(gather)),
         ("SCATTER", int(not gather)),
     )
-    rows = 16 * tile.warps
-    requested = (tile.stages - 1) * rows * DEPTH_TILE * 2
-    return Kernel("grouped_linear.cu", "grouped_linear", 2 * rows, defines, requested, tile.shared)
+    requested = (tile.stages - 1) * tile.rows * DEPTH_TILE * 2
+    return Kernel("grouped_linear.cu", "grouped_linear", 32 * tile.warps, defines, requested, tile.shared)
 
 
 def blocks(kernel: Kernel) -> int:
     """Blocks that share the rows of one expert's matrix."""
     macros = dict(kernel.defines)
-    rows = 16 * int(macros["WARPS"]) // (2 if macros["ACTIVATION"] == ACTIVATIONS.index("swiglu") else 1)
+    rows = (
+        16
+        * int(macros["WARPS"])
+        * int(macros["TALL"])
+        // (2 if macros["ACTIVATION"] == ACTIVATIONS.index("swiglu") else 1)
+    )
     return -(-int(macros["OUTER"]) // rows)
 
 

@@ -68,5 +68,6 @@ def kernels_in_torch() -> Iterator[None]:
         patch.object(attention, "cache_update", cache_update),
         patch.object(attention, "rope", rope),
         patch.object(experts, "suited", lambda *_: False),
+        patch.object(experts, "MOST_EXPERTS", 0),
     ):
         yield

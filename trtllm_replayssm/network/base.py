@@ -15,6 +15,7 @@ import torch
 
 from trtllm_replayssm.network.gated import GATED
 from trtllm_replayssm.network.ngram import NgramHash
+from trtllm_replayssm.network.routing import Routing, composed_route
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
@@ -361,6 +362,16 @@ class Network(ABC):
     @abstractmethod
     def mask_groups(self, scores: Tensor, groups: Tensor, n_group: int) -> Tensor:
         """scores ``[..., E]`` with ``-inf`` outside the groups ``[..., kept]`` (int32) of ``E / n_group`` experts each."""
+
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Indices (int32) and weights (float32) ``[..., top_k]`` of each token's experts, from float32 logits ``[..., E]``.
+
+        bias: ``[E]``, added to the scores of a sigmoid router for the choice alone.
+        """
+        experts = self.shape(logits)[-1]
+        fits = (bias is None or self.shape(bias) == (experts,)) and routing.top_k <= experts
+        self.require(f"route to {routing.top_k}", fits and experts % routing.n_group == 0, logits=logits, bias=bias)
+        return composed_route(self, logits, bias, routing)
 
     def experts(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
 from trtllm_replayssm.network.experts import masked_experts
+from trtllm_replayssm.network.routing import Routing
 from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
@@ -108,6 +109,15 @@ class CudaNetwork(TorchNetwork):
         return super()._attention(q, k, v, scale, window, selected)
 
     # ---- mixture of experts ------------------------------------------------------------------------------------------
+
+    def route(self, logits: Any, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        logits = resolved(logits)
+        most = logits.shape[-1] <= experts.MOST_EXPERTS and routing.top_k <= experts.MOST_CHOICES
+        if not most or logits.dtype != torch.float32:
+            return super().route(logits, bias, routing)
+        flat, sizes = as_tokens(logits), (*logits.shape[:-1], routing.top_k)
+        indices, weights = experts.route(flat.contiguous(), bias, **vars(routing))
+        return indices.view(sizes), weights.view(sizes)
 
     def _experts(
         self,
