@@ -19,18 +19,23 @@ def launch(record: Launch, inputs: Sequence[Tensor | None], outputs: Sequence[Te
 
     The first launch of a kernel on a device compiles and loads it; do one before a CUDA graph is captured.
     """
+    device = outputs[0].device
+    read = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        launch_at(record, device.index or 0, read, [tensor.data_ptr() for tensor in outputs], stream)
+
+
+def launch_at(record: Launch, device: int, inputs: Sequence[int], outputs: Sequence[int], stream: int) -> None:
+    """Start ``record`` at addresses of the current device, on a stream given by its handle."""
     from cuda.bindings import driver
 
-    device = outputs[0].device
-    with torch.cuda.device(device):
-        function = loaded_function(record.kernel, device.index or 0)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
-        values = (*addresses, *record.integers, *(tensor.data_ptr() for tensor in outputs))
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-        types = (pointer,) * len(inputs) + (integer,) * len(record.integers) + (pointer,) * len(outputs)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        shape = (*record.grid, record.kernel.block, 1, 1, record.kernel.dynamic_shared)
-        checked(driver.cuLaunchKernel(function, *shape, stream, (values, types), 0))
+    function = loaded_function(record.kernel, device)
+    values = (*inputs, *record.integers, *outputs)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    types = (pointer,) * len(inputs) + (integer,) * len(record.integers) + (pointer,) * len(outputs)
+    shape = (*record.grid, record.kernel.block, 1, 1, record.kernel.dynamic_shared)
+    checked(driver.cuLaunchKernel(function, *shape, stream, (values, types), 0))
 
 
 @cache

@@ -1,9 +1,14 @@
-"""Registers the plugin layers with ``tensorrt.plugin``, with kernels that are compiled while the engine is built."""
+"""Registers the plugin layers with ``tensorrt.plugin``.
+
+Each has two implementations. Ahead of time, for use: the kernel is compiled while the engine is built, and lies in it. Just in
+time, for debugging: TensorRT calls Python at every step, which launches the embedded engine's kernel and logs what it does.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,11 +21,16 @@ from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins import PLUGIN_NAMESPACE
 from trtllm_replayssm.plugins.compiler import architecture, compile_kernel
+from trtllm_replayssm.plugins.driver import launch_at
 from trtllm_replayssm.plugins.launch import Launch
 from trtllm_replayssm.plugins.tensorrt.definitions import ANY, DEFINITIONS, Bound, Definition
 from trtllm_replayssm.plugins.tensorrt.symbolic import Symbolic, expression
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
+log = logging.getLogger(__name__)
+
+#: Bytes of shared memory that a kernel in an engine can have; nothing raises the limit for it.
+SHARED_LIMIT = 48 << 10
 #: Attributes that every layer has besides its own. compute_capability: of the GPU its kernel is compiled for, ten times the
 #: major version plus the minor one (a number, because 10.14 loses the characters of a string). aliased: whether its pools
 #: are declared to TensorRT as one memory, in and out; otherwise the caller binds both to one address.
@@ -59,6 +69,8 @@ def register(tensorrt: TensorRT, trtp: Any, definition: Definition) -> None:
     outputs: Any = GenericAlias(tuple, (trtp.TensorDesc,) * (1 + len(definition.pools)))
     kernel: Any = tuple[str, bytes, trtp.KernelLaunchParams, trtp.SymExprs]
     plugin_id = f"{PLUGIN_NAMESPACE}::{definition.name}"
+    tensors = dict.fromkeys(inputs, trtp.Tensor)
+    made: Any = GenericAlias(tuple, (trtp.Tensor,) * (1 + len(definition.pools)))
 
     def described(*args: Any, **values: Any) -> Any:
         return plugin.outputs(args, values)
@@ -70,10 +82,16 @@ def register(tensorrt: TensorRT, trtp: Any, definition: Definition) -> None:
         *others, tactic = args
         return plugin.kernel(*plugin.divide(others), tactic)
 
+    def launched(*args: Any) -> None:
+        *others, results, stream, tactic = args
+        plugin.launch(*plugin.divide(others), results, stream, tactic)
+
     wanted = descriptions | attributes
     trtp.register(plugin_id)(with_signature(described, wanted, outputs))
     trtp.autotune(plugin_id)(with_signature(tuned, wanted | {"outputs": outputs}, list[trtp.AutoTuneCombination]))
     trtp.aot_impl(plugin_id)(with_signature(compiled, wanted | {"outputs": outputs, "tactic": int}, kernel))
+    run_time = {"outputs": made, "stream": int, "tactic": int}
+    trtp.impl(plugin_id)(with_signature(launched, tensors | attributes | run_time, None))
 
 
 def with_signature(function: Callable, parameters: dict[str, Any], returned: Any) -> Callable:
@@ -176,11 +194,27 @@ class QuickPlugin:
         launch = self.trtp.KernelLaunchParams()
         grid = (expression(size, self.trtp) for size in record.grid)
         launch.grid_x, launch.grid_y, launch.grid_z = grid
-        launch.block_x = record.kernel.block
+        launch.block_x, launch.shared_mem = record.kernel.block, record.kernel.dynamic_shared
+        if record.kernel.dynamic_shared > SHARED_LIMIT:
+            self.refuse(f"{record.kernel.symbol} takes more shared memory than TensorRT gives a kernel")
         arguments = self.trtp.SymIntExprs(len(record.integers))
         for place, value in enumerate(record.integers):
             arguments[place] = self.trtp.SymInt32(expression(value, self.trtp))
         return record.kernel.symbol, binary.ptx, launch, arguments
+
+    def launch(
+        self, given: dict[str, Any], values: dict[str, Any], results: Sequence[Any], stream: int, tactic: int
+    ) -> None:
+        """Launch the kernel on tensors (``tensorrt.plugin.Tensor``) and log it; just in time."""
+        shape = tuple(given[self.definition.tokens_of].shape)
+        bound = {
+            name: Bound(self.tensorrt.torch_dtype(tensor.dtype), tuple(tensor.shape)[-1])
+            for name, tensor in given.items()
+        }
+        record = self.definition.launch(from_plugin(self.definition, values), bound, *shape[:2])
+        log.debug("%s %s, tactic %d: %s on %s", self.definition.name, shape, tactic, record.kernel.symbol, record.grid)
+        inputs, outputs = ([tensor.data_ptr for tensor in tensors] for tensors in (given.values(), results))
+        launch_at(record, torch.cuda.current_device(), inputs, outputs, stream)
 
     def record(self, given: dict[str, Any], values: dict[str, Any]) -> Launch:
         """The launch record of the embedded engine, with rows and T symbolic where the profile leaves them open.

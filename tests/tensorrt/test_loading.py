@@ -119,6 +119,7 @@ def test_engine_folder(small: Pair) -> None:
         "prefill_tokens": 125,
         "gather_context_logits": True,
         "aliased": False,
+        "just_in_time": False,
         "stripped": False,
         "weight_streaming": False,
         "files": {path.name: path.stat().st_size for path in sorted(small.folder.glob("rank*"))},

@@ -68,6 +68,11 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
         help="tell TensorRT which inputs and outputs are one memory, instead of only binding them to one address",
     )
     group.add_argument(
+        "--debug_plugins",
+        action="store_true",
+        help="run plugin layers through Python, which --log_level debug shows at work, instead of storing them in the plan",
+    )
+    group.add_argument(
         "--input_timing_cache", type=path_argument, help="measurements of an earlier build, to be quicker"
     )
     group.add_argument("--output_timing_cache", type=path_argument, help="file for this build's measurements")
@@ -122,6 +127,7 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
         opt_num_tokens=args.opt_num_tokens,
         gather_context_logits=args.gather_context_logits,
         aliased_state=args.aliased_state,
+        debug_plugins=args.debug_plugins,
         plan=PlanOptions(
             strip_plan=args.strip_plan,
             weight_streaming=args.weight_streaming,

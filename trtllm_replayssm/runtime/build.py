@@ -56,7 +56,7 @@ def build_engine(
     check_space(output, sum(map(data_bytes, files)))
     if config.engine_flavour == "tensorrt":
         # Before a folder is made: most machines cannot.
-        target = target or this_machine(options.aliased_state)
+        target = target or this_machine(options.aliased_state, options.debug_plugins)
     with staged_folder(output) as folder:
         if target is not None and config.engine_flavour == "tensorrt":
             config = write_plans(source, folder, config, options, target, phases)

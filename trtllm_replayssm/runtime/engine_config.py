@@ -43,7 +43,8 @@ class BuildOptions:
     replay_window, max_draft_len, state_dtype, ring_dtype, replay_fold: instead of the checkpoint's (replay.ReplayConfig).
     Of the flavour tensorrt only: opt_num_tokens, the tokens of a prefill step that its kernels are chosen for; None for
         EngineConfig.prefill_chunk. gather_context_logits: a prefill can give every token's logits. aliased_state: tell
-        TensorRT which pools are one memory, in and out. plan: what is asked of its builder.
+        TensorRT which pools are one memory, in and out. debug_plugins: have it call Python for every plugin layer. plan: what
+        is asked of its builder.
     """
 
     max_batch_size: int = 8
@@ -58,6 +59,7 @@ class BuildOptions:
     opt_num_tokens: int | None = None
     gather_context_logits: bool = False
     aliased_state: bool = False
+    debug_plugins: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:

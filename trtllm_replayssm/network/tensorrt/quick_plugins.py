@@ -17,16 +17,22 @@ class QuickPlugins:
     """Adds plugin layers (plugin_layer.PluginLayer) for GPUs of one compute capability.
 
     aliased: declare every pool as one memory, in and out, instead of leaving it to the caller to bind both names to one
-    address.
+    address. just_in_time: let TensorRT call Python at every step instead of storing the kernels in the engine; for debugging.
 
     Raises EngineError when this TensorRT has no such plugins, or when the kernels do not run on such a GPU.
     """
 
     with_advance = True
 
-    def __init__(self, tensorrt: TensorRT, capability: tuple[int, int], aliased: bool = False) -> None:
+    def __init__(
+        self,
+        tensorrt: TensorRT,
+        capability: tuple[int, int],
+        aliased: bool = False,
+        just_in_time: bool = False,
+    ) -> None:
         architecture(*capability)
-        self.capability, self.aliased = capability, aliased
+        self.capability, self.aliased, self.ahead_of_time = capability, aliased, not just_in_time
         self.layers = register_plugins(tensorrt)
 
     def __call__(
@@ -42,5 +48,5 @@ class QuickPlugins:
         definition = DEFINITIONS[kind]
         ordered = [inputs[name] for name in definition.inputs]
         made = getattr(self.layers, kind)(*ordered, **to_plugin(definition, attributes, self.capability, self.aliased))
-        layer = emitter.named(emitter.network.add_plugin(made, True), kind, *ordered)
+        layer = emitter.named(emitter.network.add_plugin(made, self.ahead_of_time), kind, *ordered)
         return tuple(layer.get_output(place) for place in range(len(outputs)))

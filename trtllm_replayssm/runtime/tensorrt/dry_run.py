@@ -51,7 +51,7 @@ def dry_run(checkpoint_dir: Path, options: BuildOptions, target: Target | None =
     if options.engine_flavour == "embedded":
         raise UserError("an embedded engine has no network to show", "use --engine_flavour tensorrt")
     config, _ = read_checkpoint(checkpoint_dir, replace(options, engine_flavour="tensorrt"))
-    target = target or any_machine(options.aliased_state)
+    target = target or any_machine()
     checked_by = CHECKED_BY[target.tensorrt.flavour].format(target.tensorrt.version_text)
     networks = [
         Network(name, checked_by, target.capability, describe_network(step), describe_tensors(step))
@@ -69,7 +69,7 @@ def visualise(
     Raises UserError when the folder cannot be written, or the package onnx is not installed.
     """
     config, _ = read_checkpoint(checkpoint_dir, replace(options, engine_flavour="tensorrt"))
-    target = target or any_machine(options.aliased_state)
+    target = target or any_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

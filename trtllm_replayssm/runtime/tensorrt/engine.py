@@ -17,6 +17,7 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.backend import bound_sizes
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.plugins.implementation import Implementation
+from trtllm_replayssm.plugins.tensorrt.quick import register_plugins
 from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.engine_config import REBUILD, EngineConfig
@@ -70,6 +71,8 @@ def load_plans(
     sizes = sum(record.files[path.name] for path in paths.values())
     check_memory(device, 0 if record.weight_streaming else sizes, config.max_batch_size, config.slot_bytes())
     log = tensorrt_log(tensorrt.module)
+    if record.just_in_time:
+        register_plugins(tensorrt)
     runtime = tensorrt.module.Runtime(log)
     cuda_engines = {plan: deserialised(path, runtime, log) for plan, path in paths.items()}
     for plan, cuda_engine in cuda_engines.items():

@@ -54,7 +54,7 @@ def tensorrt_builds_here() -> bool:
     return torch.cuda.is_available()
 
 
-def this_machine(aliased: bool) -> Target:
+def this_machine(aliased: bool = False, just_in_time: bool = False) -> Target:
     """Plans for this machine's GPU. Raises EngineError when TensorRT is not installed, or there is no GPU."""
     try:
         tensorrt = load_tensorrt(("tensorrt",))
@@ -65,27 +65,31 @@ def this_machine(aliased: bool) -> Target:
             f"TensorRT {tensorrt.version_text} builds on the GPU that will run the engine, and this machine has none",
             f"build there; or {WITHOUT_TENSORRT}",
         )
-    return genuine(tensorrt, torch.cuda.get_device_capability(), aliased)
+    return genuine(tensorrt, torch.cuda.get_device_capability(), aliased, just_in_time)
 
 
-def genuine(tensorrt: TensorRT, capability: tuple[int, int], aliased: bool) -> Target:
+def genuine(
+    tensorrt: TensorRT, capability: tuple[int, int], aliased: bool = False, just_in_time: bool = False
+) -> Target:
     def network() -> tuple[Any, Any]:
         builder = tensorrt.builder(tensorrt_log(tensorrt.module))
         return tensorrt.create_network(builder), builder
 
     def plugins() -> PluginLayer:
-        return QuickPlugins(tensorrt, capability, aliased) if tensorrt.features.plugins else CutPlugins()
+        if not tensorrt.features.plugins:
+            return CutPlugins()
+        return QuickPlugins(tensorrt, capability, aliased, just_in_time)
 
     return Target(tensorrt, capability, plugins, network)
 
 
-def any_machine(aliased: bool) -> Target:
+def any_machine() -> Target:
     """The best description of a network that this machine can give: by TensorRT, by TensorRT-RTX, or by this package."""
     if tensorrt_builds_here():
-        return this_machine(aliased)
+        return this_machine()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else SHOWN_CAPABILITY
     try:
-        target = genuine(load_tensorrt(("tensorrt_rtx",)), capability, aliased)
+        target = genuine(load_tensorrt(("tensorrt_rtx",)), capability)
         target.network()
         return target
     except EngineError:
@@ -146,6 +150,7 @@ def write_plans(
         prefill_tokens=sizes.prefill_tokens,
         gather_context_logits=options.gather_context_logits,
         aliased=options.aliased_state,
+        just_in_time=options.debug_plugins,
         stripped=options.plan.strip_plan,
         weight_streaming=options.plan.weight_streaming,
         files=files,
