@@ -87,12 +87,19 @@ class Tile:
         return self.stages * (self.rows + self.columns) * DEPTH_TILE * 2
 
 
+#: Blocks by the pairs that they take at a time. Few pairs leave the memory to be kept busy, by many blocks; with more, warps
+#: of 32 rows read each pair half as often from shared memory.
+TILES = (Tile(4, 16), Tile(4, 32), Tile(4, 64, 3, 2), Tile(8, 96), Tile(8, 128, 3, 2))
+
+
 def tile_for(pairs: int, experts: int) -> Tile:
-    """The block's shape by the pairs that an expert can expect; unequal shares are allowed for."""
+    """The block's shape by the pairs that an expert can expect, from ``benchmarks/expert_tiles.py``.
+
+    An expert with more pairs than columns has its matrix read twice, so most are allowed for: two standard deviations.
+    """
     mean = pairs / experts
-    likely = mean + 3 * math.sqrt(mean)
-    columns = next((n for n in (16, 32, 64, 96) if likely <= n), 128)
-    return Tile(4 if columns <= 32 else 8, columns)
+    likely = mean + 2 * math.sqrt(mean)
+    return next((tile for tile in TILES if likely <= tile.columns), TILES[-1])
 
 
 def experts(
@@ -189,7 +196,7 @@ def suited(x: Tensor, up: Tensor, down: Tensor, top_k: int) -> bool:
 
 def variants() -> list[Kernel]:
     """Nemotron-3 Nano and Qwen3.5-35B at every tile, Ling's groups, and Super's many choices."""
-    bf16, tiles = torch.bfloat16, [tile_for(pairs, 128) for pairs in (6, 1200, 3000, 6144, 12288)]
+    bf16, tiles = torch.bfloat16, TILES
     return [
         route_kernel(128, 6, "sigmoid", 1, 1, True, True, 2.5),
         route_kernel(256, 8, "softmax", 1, 1, False, True, 1.0),

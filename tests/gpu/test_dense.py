@@ -179,7 +179,7 @@ def test_rope(interleaved, width, dim):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count", "top_k"), [(1, 128, 6), (37, 128, 6), (256, 64, 8), (300, 16, 2), (40, 512, 22)]
+    ("tokens", "count", "top_k"), [(1, 128, 6), (37, 128, 6), (256, 64, 8), (300, 16, 2), (1200, 16, 4), (40, 512, 22)]
 )
 @pytest.mark.parametrize(("activation", "limit"), [("relu2", None), ("swiglu", None), ("swiglu", 0.4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -48,7 +48,7 @@ def exact(engine: Engine) -> Engine:
     return replace(engine, config=replace(engine.config, checkpoint=checkpoint), weights=weights)
 
 
-@pytest.mark.parametrize("layers", [synthetic.LAYERS, REAL_HEADS], ids=["every-kind", "real-heads"])
+@pytest.mark.parametrize("layers", [synthetic.LAYERS, synthetic.REAL_HEADS], ids=["every-kind", "real-heads"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_is_as_exact_as_on_the_cpu(tmp_path, layers, dtype):
     folder = synthetic.write_engine(
