@@ -29,6 +29,10 @@ from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode
 from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.build import engine_config
+from trtllm_replayssm.runtime.engine_config import BuildOptions
+from trtllm_replayssm.runtime.tensorrt.models import step_sizes
+from trtllm_replayssm.runtime.tensorrt.plans import Target, emitted_plans
 
 #: Keywords with which the builder of tensorrt-llm 1.2.1 calls prepare_inputs.
 KEYWORDS = {
@@ -161,10 +165,10 @@ class PluginRun:
                     return self.attention(int(name.split("_")[1].split("/")[0]), interpreter)
                 return super().resolve(interpreter, name)
 
-        checkpoint = model.checkpoint
+        checkpoint, decoder = model.checkpoint, model.checkpoint.rank_decoder()
         options = StateOptions(checkpoint.replay, checkpoint.torch_dtype, MAX_SEQ_LEN)
         emission = Emission(
-            llm.trt.TENSORRT, None, model.emitted, model.plugins, model.decoder, model.emitted.weights, options
+            llm.trt.TENSORRT, None, model.emitted, model.plugins, decoder, model.emitted.weights, options
         )
         self.run, self.rows, self.network = Beside(emission, 2), 2, network
         bound = {network.trt_network.get_input(i).name for i in range(network.trt_network.num_inputs)}
@@ -248,13 +252,13 @@ def test_tensorrt_builds_every_profile(
     profiles = [
         {n: (t.profiles[i].min, t.profiles[i].opt, t.profiles[i].max) for n, t in inputs.items()} for i in (0, 1)
     ]
-    assert profiles[0]["input_ids"] == ([1, 1], [1, 64], [1, 64])
+    assert profiles[0]["input_ids"] == ([1, 1], [1, 64 // BATCH], [1, 64])
     assert profiles[1]["input_ids"] == ([1, 1], [BATCH, 1], [BATCH, 1])
     assert profiles[0]["logit_positions"][2] == [1, 64 if "gather_context_logits" in changes else 1]
     assert len(inputs["input_ids"].profiles) == (2 if contiguous else 3)
 
     options = StateOptions(replay, torch.bfloat16, max_seq_len)
-    pools = set(model.decoder.pools(options))
+    pools = set(model.checkpoint.rank_decoder().pools(options))
     plugin_caches = {n for n in pools if n.endswith((".k_cache", ".v_cache"))} if name == "CutForCausalLM" else set()
     trt_network = engine.network.trt_network
     outputs = {trt_network.get_output(i).name for i in range(trt_network.num_outputs)}
@@ -272,6 +276,37 @@ def test_tensorrt_builds_every_profile(
 def test_tensorrt_builds_every_layer_kind(llm: SimpleNamespace, tmp_path: Path) -> None:
     folder = synthetic.write_checkpoint(tmp_path / "checkpoint", synthetic.decoder(), dtype="bfloat16", replay=REPLAY)
     assert llm.builder.build(load(llm, folder), build_config(llm)).engine
+
+
+def test_own_caches_make_the_network_of_build(
+    llm: SimpleNamespace, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs, outputs, profiles and layers are those of a plan of ``trtllm-replayssm build``."""
+    from emission import RecordedPlugins
+
+    def plugins() -> Any:
+        return RecordedPlugins(whole=True)
+
+    def network() -> tuple[Any, Any]:
+        builder = llm.trt.trt.Builder(llm.trt.trt.Logger(llm.trt.trt.Logger.ERROR))
+        return llm.trt.TENSORRT.create_network(builder), builder
+
+    options = {"max_batch_size": BATCH, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": 64}
+    config = engine_config(CheckpointConfig.read(checkpoint), BuildOptions(**options, engine_flavour="tensorrt"))
+    target = Target(llm.trt.TENSORRT, llm.trt.CAPABILITY, plugins, network)
+    [(_, built, _)] = emitted_plans(checkpoint, config, 0, target)
+
+    model = load(llm, checkpoint, "CutOwnCacheForCausalLM")
+    monkeypatch.setattr(model, "plugin_layer", lambda tensorrt: plugins())
+    network_of_ours = llm.builder.build(model, build_config(llm, dry_run=True)).network
+    assert model.emitted.tensors() == built.tensors()
+    assert {"cursors", "cursors_out", "step_tokens"} <= built.tensors().keys()
+    assert network_of_ours.trt_network.num_layers == built.network.num_layers
+    profiles = step_sizes(config, None, False).profiles()
+    for name, symbols in built.emitter.inputs.items():
+        for ranges, found in zip(profiles, network_of_ours._inputs[name].profiles, strict=True):
+            bounds = [ranges[size] if isinstance(size, str) else (size,) * 3 for size in symbols]
+            assert [tuple(sizes) for sizes in zip(*bounds)] == [tuple(found.min), tuple(found.opt), tuple(found.max)]
 
 
 def test_passes_meet_layers_they_do_not_know(llm: SimpleNamespace, checkpoint: Path) -> None:

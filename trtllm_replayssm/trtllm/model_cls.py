@@ -7,6 +7,7 @@ again by the name of its module. Importing this module registers the architectur
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,14 @@ from tensorrt_llm.parameter import Parameter  # noqa: E402
 from tensorrt_llm.plugin import current_all_reduce_helper  # noqa: E402
 
 from trtllm_replayssm.builders.checkpoint import ARCHITECTURE  # noqa: E402
-from trtllm_replayssm.builders.layers.base import StateOptions  # noqa: E402
 from trtllm_replayssm.compat import TensorRT, load_tensorrt  # noqa: E402
-from trtllm_replayssm.errors import EngineError, UserError  # noqa: E402
+from trtllm_replayssm.errors import UserError  # noqa: E402
 from trtllm_replayssm.network.base import Network  # noqa: E402
-from trtllm_replayssm.network.tensorrt.build import StepModel, StepSizes, emit_step  # noqa: E402
+from trtllm_replayssm.network.tensorrt.build import StepSizes, emit_step  # noqa: E402
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer  # noqa: E402
 from trtllm_replayssm.network.tensorrt.quick_plugins import QuickPlugins  # noqa: E402
+from trtllm_replayssm.runtime.engine_config import EngineConfig  # noqa: E402
+from trtllm_replayssm.runtime.tensorrt.models import decoder_model, state_options, step_sizes  # noqa: E402
 from trtllm_replayssm.trtllm.config import ReplaySSMConfig  # noqa: E402
 from trtllm_replayssm.trtllm.emission import OWN_CACHE, PluginAttention, TrtLlmEmitter, TrtLlmNetwork  # noqa: E402
 
@@ -53,7 +55,6 @@ class ReplaySSMForCausalLM(PretrainedModel):
     def __init__(self, config: ReplaySSMConfig) -> None:
         super().__init__(config)
         self.checkpoint = config.checkpoint()
-        self.decoder = self.checkpoint.rank_decoder()
         for name, (dtype, shape) in self.checkpoint.rank_layout().items():
             if not name.startswith("mtp."):
                 self.register_parameter(name, Parameter(shape=shape, dtype=str(dtype).removeprefix("torch.")))
@@ -90,10 +91,10 @@ class ReplaySSMForCausalLM(PretrainedModel):
         lora_target_modules: list[str] | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        """Arguments of ``forward``. The keywords are those of the builder of 1.2; opt_num_tokens has no use here.
+        """Arguments of ``forward``. The keywords are those of the builder of 1.2; max_input_len has no use here.
 
         A prefill step has one request and at most max_num_tokens tokens; gather_context_logits gives all of them logits.
-        Raises UserError for options that these models do not know.
+        Raises UserError for options that these models do not know, or that do not fit together.
         """
         drafts = self.checkpoint.replay.max_draft_len
         refusals = {
@@ -111,31 +112,32 @@ class ReplaySSMForCausalLM(PretrainedModel):
                 f"--max_draft_len is {max_draft_len}, but the checkpoint's rings are made for {drafts} draft tokens",
                 f"convert with --max_draft_len {max_draft_len}, or leave it out",
             )
-        packed = default_net().plugin_config.remove_input_padding
-        chunk = min(max_num_tokens if packed else max_input_len, max_seq_len)
-        sizes = StepSizes(max_batch_size, drafts + 1, chunk, chunk if gather_context_logits else 1)
-        mapping, profiles = self.config.mapping, len(sizes.profiles())
+        limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens}
+        engine = EngineConfig(self.checkpoint, **limits, engine_flavour="tensorrt")
+        sizes = step_sizes(engine, opt_num_tokens, gather_context_logits)
+        mapping = self.config.mapping
         if mapping.tp_size > 1:
-            current_all_reduce_helper().set_workspace_tensor(mapping, profiles)
+            current_all_reduce_helper().set_workspace_tensor(mapping, len(sizes.profiles()))
         return {
+            "engine": engine,
             "sizes": sizes,
-            "max_seq_len": max_seq_len,
-            "attention": self.prepare_attention(sizes, max_seq_len, profiles) if self.attention_plugin else None,
+            "attention": self.prepare_attention(engine, sizes) if self.attention_plugin else None,
         }
 
-    def prepare_attention(self, sizes: StepSizes, max_seq_len: int, profiles: int) -> PluginAttention | None:
+    def prepare_attention(self, engine: EngineConfig, sizes: StepSizes) -> PluginAttention | None:
         """Inputs of TensorRT-LLM's attention plugin; None for a model without such layers.
 
         Raises UserError when the plugin, or what verify steps need of it, is switched off.
         """
-        options = self.options(max_seq_len)
-        caches = [name.removesuffix(".k_cache") for name in self.decoder.pools(options) if name.endswith(".k_cache")]
+        # Sizes over all ranks, which is what TensorRT-LLM asks for.
+        whole = self.checkpoint.decoder.pools(state_options(engine))
+        caches = [name.removesuffix(".k_cache") for name in whole if name.endswith(".k_cache")]
         if not caches:
             return None
-        config, whole = default_net().plugin_config, self.checkpoint.decoder.pools(options)
+        config, drafts = default_net().plugin_config, self.checkpoint.replay.max_draft_len
         if not config.gpt_attention_plugin:
             raise UserError("attention goes through --gpt_attention_plugin, which is disabled", OWN_CACHE)
-        if sizes.verify_tokens > 1 and not (config.paged_kv_cache and config.use_paged_context_fmha):
+        if drafts and not (config.paged_kv_cache and config.use_paged_context_fmha):
             raise UserError(
                 "verify steps reach TensorRT-LLM's attention as chunks of context",
                 "build with --kv_cache_type paged --use_paged_context_fmha enable, or convert with --max_draft_len 0",
@@ -150,13 +152,13 @@ class ReplaySSMForCausalLM(PretrainedModel):
             max_beam_width=1,
             max_input_len=longest,
             # Drafts may reach past the end of a sequence.
-            max_seq_len=max_seq_len + self.checkpoint.replay.max_draft_len,
+            max_seq_len=engine.max_seq_len + drafts,
             num_kv_heads=kv_heads,
             head_size=head_dim,
             num_layers=len(caches),
             kv_dtype=str_dtype_to_trt(self.config.kv_dtype),
             kv_cache_type=KVCacheType.PAGED if config.paged_kv_cache else KVCacheType.CONTINUOUS,
-            num_profiles=profiles,
+            num_profiles=len(sizes.profiles()),
             remove_input_padding=config.remove_input_padding,
             use_gpt_attention_plugin=config.gpt_attention_plugin,
             tokens_per_block=config.tokens_per_block,
@@ -166,38 +168,31 @@ class ReplaySSMForCausalLM(PretrainedModel):
         places = {layer: place for place, layer in enumerate(caches)}
         return PluginAttention(inputs, places, longest, self.config.mapping)
 
-    def options(self, max_seq_len: int) -> StateOptions:
-        return StateOptions(self.checkpoint.replay, self.checkpoint.torch_dtype, max_seq_len)
-
-    def forward(self, sizes: StepSizes, max_seq_len: int, attention: PluginAttention | None) -> None:
-        """Write one step into TensorRT-LLM's network; its inputs and outputs are those of network.tensorrt.build.emit_step,
-        and the attention plugin's."""
-        checkpoint, tensorrt = self.checkpoint, self.tensorrt()
-        logits_dtype = getattr(torch, self.config.logits_dtype)
+    def forward(self, engine: EngineConfig, sizes: StepSizes, attention: PluginAttention | None) -> None:
+        """Write one step into TensorRT-LLM's network: that of a plan of ``trtllm-replayssm build``, with the attention
+        plugin's inputs."""
+        tensorrt, logits_dtype = self.tensorrt(), getattr(torch, self.config.logits_dtype)
         emitter = TrtLlmEmitter(tensorrt, default_trtnet(), sizes.profiles())
+        model = decoder_model(engine)
 
-        def outputs(net: Network, token_ids: Any, hidden: Any) -> dict[str, Any]:
-            logits = self.decoder.forward(net, token_ids, checkpoint.replay, last_only=True)
-            return {"logits": emitter.cast(logits, logits_dtype)}
+        def outputs(net: Network, token_ids: Any, previous: Any) -> dict[str, Any]:
+            made = dict(model.forward(net, token_ids, previous))
+            return made | {"logits": emitter.cast(made["logits"], logits_dtype)}
 
-        model = StepModel(
-            outputs, self.decoder.pools(self.options(max_seq_len)), checkpoint.torch_dtype, checkpoint.replay.window
-        )
         weights = {name: numpy_to_torch(parameter.raw_value) for name, parameter in self.named_parameters()}
         #: Holds the memory behind the constants until the engine is built.
         self.emitted = emit_step(
             tensorrt,
             default_trtnet(),
-            model,
+            replace(model, forward=outputs),
             weights,
             self.plugin_layer(tensorrt),
-            checkpoint.tp_size,
+            self.checkpoint.tp_size,
             self.capability(),
             emitter=emitter,
             backend=partial(TrtLlmNetwork, mapping=self.config.mapping, attention=attention),
+            with_step_tokens=True,
         )
-        if sizes.verify_tokens > self.emitted.max_tokens:
-            raise EngineError(f"max_seq_len {max_seq_len} is shorter than a verify step")
 
 
 class ReplaySSMOwnCacheForCausalLM(ReplaySSMForCausalLM):
