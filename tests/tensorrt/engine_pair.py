@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
+from trtllm_replayssm.plugins.implementation import reference
 from trtllm_replayssm.runtime.build import build_engine, engine_config
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
+from trtllm_replayssm.runtime.engine_config import EngineConfig
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.tensorrt import engine as loading
 from trtllm_replayssm.runtime.tensorrt.plans import Target
@@ -32,18 +36,25 @@ class Pair:
     """An embedded engine and one of TensorRT, of one checkpoint."""
 
     def __init__(
-        self, folder: Path, model: Any = None, features: dict[str, bool] | None = None, **changes: Any
+        self,
+        folder: Path,
+        model: Any = None,
+        features: dict[str, bool] | None = None,
+        tp_size: int = 1,
+        **changes: Any,
     ) -> None:
-        self.source = synthetic.write_checkpoint(folder / "checkpoint", model or synthetic.decoder())
-        self.folder, self.options = (
-            folder / "tensorrt",
-            options("tensorrt", **{"gather_context_logits": True} | changes),
-        )
-        build_engine(self.source, folder / "embedded", options("embedded", **changes))
-        self.embedded = Engine.load(folder / "embedded", device="cpu")
+        self.source = synthetic.write_checkpoint(folder / "checkpoint", model or synthetic.decoder(), tp_size)
+        self.folder = folder / "tensorrt"
+        self.options = options("tensorrt", **{"gather_context_logits": True} | changes)
         pools = engine_config(CheckpointConfig.read(self.source), self.options).pools()
         self.stand_in = StandIn(pools, **(features or {}))
         self.build()
+
+    @cached_property
+    def embedded(self) -> Engine:
+        folder = self.folder.with_name("embedded")
+        build_engine(self.source, folder, replace(self.options, engine_flavour="embedded"))
+        return Engine.load(folder, device="cpu")
 
     def build(self) -> None:
         tensorrt = self.stand_in.tensorrt()
@@ -55,11 +66,16 @@ class Pair:
         target = Target(tensorrt, CAPABILITY, self.stand_in.plugins, network)
         build_engine(self.source, self.folder, self.options, target=target)
 
-    def load(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        """As on a machine with this TensorRT and GPU."""
+    def load(self, monkeypatch: pytest.MonkeyPatch, rank: int | None = None) -> Any:
+        """As on a machine with this TensorRT and GPU. rank: this one, in this process."""
         monkeypatch.setattr(loading, "load_tensorrt", lambda flavours: self.stand_in.tensorrt())
         monkeypatch.setattr(loading, "found_capability", lambda folder, device: CAPABILITY)
-        return Engine.load(self.folder, device="cpu")
+        if rank is None:
+            return Engine.load(self.folder, device="cpu")
+        config = EngineConfig.read(self.folder)
+        assert config.tensorrt is not None
+        here = torch.device("cpu"), None, reference()
+        return loading.load_plans(self.folder, config, config.tensorrt, rank, *here)
 
 
 class Sessions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,8 @@ class StandIn:
         self.features = {"plugins": True, **features}
         self.networks: list[tuple[Any, KeptPlugins, list[Any]]] = []
         self.waiting: list[KeptPlugins] = []
+        #: See Interpreter.
+        self.exchange: Callable[[Tensor], list[Tensor]] | None = None
         self.contexts: list[Context] = []
         self.configs: list[Any] = []
         self.module = ModuleType("tensorrt")
@@ -162,6 +165,10 @@ class Context:
         self.profile = profile_index
         return 0 <= profile_index < len(self.cuda_engine.profiles)
 
+    def set_communicator(self, communicator: Any) -> bool:
+        self.communicator = communicator
+        return True
+
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         least, _, most = self.cuda_engine.profiles[self.profile].get_shape(name)
         declared = tuple(self.cuda_engine.tensors[name].shape)
@@ -192,7 +199,7 @@ class Context:
         # Copies, because the interpreter works in place: results must arrive by way of the outputs' addresses.
         feeds = {tensor.name: self.memory_of(tensor, self.shapes[tensor.name]).clone() for tensor in engine.inputs}
         plugins = Resolver(engine.plugins, stand_in.pools)
-        interpreter = Interpreter(stand_in.rtx, engine.network, plugins)
+        interpreter = Interpreter(stand_in.rtx, engine.network, plugins, stand_in.exchange)
         results = interpreter.run(feeds)
         for name in (tensor.name for tensor in engine.outputs):
             value = results[name]

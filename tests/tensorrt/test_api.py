@@ -47,6 +47,8 @@ AFTER_10_14 = {
     "MoEActType": "moe",
     "add_dist_collective": "collective",
     "CollectiveOperation": "collective",
+    "set_communicator": "collective",
+    "get_aliased_input_tensor": "aliases",
 }
 
 

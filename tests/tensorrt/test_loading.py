@@ -134,7 +134,7 @@ def test_a_build_that_is_stopped_leaves_nothing(small: Pair, monkeypatch: pytest
     with pytest.raises(EngineError, match="TensorRT could not build the engine"):
         small.build()
     assert {path.name: path.read_bytes() for path in small.folder.iterdir()} == before
-    assert sorted(path.name for path in small.folder.parent.iterdir()) == ["checkpoint", "embedded", "tensorrt"]
+    assert sorted(path.name for path in small.folder.parent.iterdir()) == ["checkpoint", "tensorrt"]
 
 
 def test_weight_streaming_has_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,12 @@ TensorRT is a stand-in that computes the genuine network definitions at the addr
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +202,57 @@ def test_logits_of_all_prompt_tokens_need_an_engine_built_for_them(
     with pytest.raises(UserError, match="logits of a prefill's last token only") as error:
         plain.step(tokens(1, 30, 0), 1, modes=[RowMode.ABSORB])
     assert "--gather_context_logits" in error.value.hint
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ranks = synthetic.decoder(), 2
+    one = Session(Pair(tmp_path / "one", model).embedded)
+    two = Pair(tmp_path / "two", model, tp_size=ranks)
+    barrier, parts = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
+    rank_of = threading.local()
+
+    def exchange(mine: Tensor) -> list[Tensor]:
+        parts[rank_of.value] = mine
+        barrier.wait()
+        everyone = list(parts)
+        barrier.wait()
+        return everyone
+
+    two.stand_in.exchange = exchange
+    engines = [two.load(monkeypatch, rank) for rank in range(ranks)]
+
+    def run(rank: int) -> list[Tensor]:
+        rank_of.value = rank
+        return script(Session(engines[rank]))
+
+    def script(session: Session) -> list[Tensor]:
+        first = session.prefill(1, tokens(1, 9, 0)[0])
+        second = session.step(tokens(2, 4, 1), active=[False, True])[1]
+        session.commit(0, [0, 2])
+        return [first, second, session.step(tokens(1, 1, 2), 1)[0]]
+
+    expected = script(one)
+    with ThreadPoolExecutor(ranks) as pool:
+        for logits in pool.map(run, range(ranks)):
+            torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def test_contexts_get_the_ranks_communicator(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a capsule around the pointer that torch lends."""
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **given: waited.append(given["group"]))
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(_comm_ptr=lambda: 0xABC0))
+    Session(replace(pair.load(monkeypatch), group=group)).step(tokens(1, 1, 0))
+    read = ctypes.pythonapi.PyCapsule_GetPointer
+    read.restype, read.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    assert read(pair.stand_in.contexts[-1].communicator, None) == 0xABC0
+    assert waited == [group]
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    with pytest.raises(EngineError, match="does not lend the communicator"):
+        Session(replace(pair.load(monkeypatch), group=group))
 
 
 # ---- the stand-in ----------------------------------------------------------------------------------------------------

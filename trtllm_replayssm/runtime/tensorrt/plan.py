@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
+from trtllm_replayssm.runtime.tensorrt.communicator import communicator
 
 #: Bytes to whose multiples TensorRT wants addresses aligned.
 ALIGNMENT = 256
@@ -23,8 +25,12 @@ class Plan:
     waits for the device around every step.
     """
 
-    def __init__(self, tensorrt: TensorRT, cuda_engine: Any, device: torch.device) -> None:
+    def __init__(
+        self, tensorrt: TensorRT, cuda_engine: Any, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """group: of the ranks whose collective layers run together."""
         self.tensorrt, self.cuda_engine, self.device = tensorrt, cuda_engine, device
+        self.communicator = communicator(group, device) if group and tensorrt.features.collective else None
         self.memory = torch.empty(max(1, cuda_engine.device_memory_size_v2), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         names = [cuda_engine.get_tensor_name(place) for place in range(cuda_engine.num_io_tensors)]
@@ -45,6 +51,8 @@ class Plan:
         context.set_device_memory(self.memory.data_ptr(), self.memory.numel())
         if not context.set_optimization_profile_async(profile, self.stream_handle):
             self.refuse(f"the engine has no profile {profile}")
+        if self.communicator is not None and not context.set_communicator(self.communicator):
+            self.refuse("TensorRT does not take the ranks' communicator")
         return context
 
     def aliased_input(self, output: str) -> str | None:

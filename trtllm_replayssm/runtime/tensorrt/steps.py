@@ -80,7 +80,7 @@ class PlanSteps:
         """Prepares ``plan`` of the engine, which changes ``cursors`` and those of ``pools`` that it knows, in place."""
         self.engine, self.config, self.device, self.staging = engine, engine.config, engine.device, staging
         self.graphs = graphs
-        self.plan = Plan(engine.tensorrt, engine.cuda_engines[plan], engine.device)
+        self.plan = Plan(engine.tensorrt, engine.cuda_engines[plan], engine.device, engine.group)
         bound = {*self.plan.inputs, *self.plan.outputs}
         self.pools = {name: pool for name, pool in pools.items() if name in bound} | {"cursors": cursors}
         self.verify_tokens, self.longest = engine.config.replay.verify_tokens, engine.prefill_tokens
