@@ -32,7 +32,10 @@ CONFIGS = Path(__file__).parent / "data" / "configs"
 #: Of released models: MiB of float32 state of a recurrent layer and of all; parameters without MTP in billions, of all and
 #: of one token, which are the figures that the models are named for.
 EXPECTED = {
+    "bamba_9b": (4, 116, 9.78, 9.78),
     "codestral_mamba_7b": (4, 256, 7.29, 7.29),
+    "falcon_h1_0_5b": (0.75, 27, 0.521, 0.521),
+    "granite_4_h_small": (4, 144, 32.2, 8.80),
     "kimi_linear_48b_a3b": (2, 40, 49.1, 3.48),
     "nemotron_3_nano_30b_a3b": (2, 46, 31.6, 3.58),
     "nemotron_3_super_120b_a12b": (4, 160, 120.7, 12.8),
@@ -43,6 +46,9 @@ EXPECTED = {
     "qwen3_next_80b_a3b": (2, 72, 79.7, 3.87),
     "ling_3_flash": (2, 70, 124.4, 5.5),
     "ling_3_tiny": (1, 18, 7.89, 1.38),
+    "mamba2_2_7b": (2.5, 160, 2.70, 2.70),
+    # 30 heads of 96 x 192.
+    "olmo_hybrid_7b": (30 * 96 * 192 * 4 / MIB, 50.625, 7.43, 7.43),
 }
 
 
@@ -64,6 +70,22 @@ def test_published_model_from_bare_config(name: str) -> None:
     assert report.total("state_bytes") == total * MIB
     assert (report.parameters - report.mtp_parameters) / 1e9 == pytest.approx(billions, rel=5e-3)
     assert report.active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_config_of_the_state_spaces_package_names_no_architecture() -> None:
+    assert read_subject(CONFIGS / "mamba2_2_7b.json").architecture == "MambaLMHeadModel"
+
+
+def test_a_member_of_a_hybrid_family_without_recurrent_layers(
+    config_file: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some Granite 4 checkpoints of the hybrid class are attention alone, with RoPE."""
+    values = json.loads((CONFIGS / "granite_4_h_small.json").read_text())
+    values |= {"layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+    report = inspect_model(read_subject(config_file(values)))
+    assert "no recurrent layer" in caplog.text
+    assert report.kinds() == {"attention": 40, "moe": 40}
+    assert (report.total("state_bytes"), report.total("ring_bytes"), report.steps) == (0, 0, ())
 
 
 def tiny(replay: ReplayConfig | None = None, **changes: Any) -> Subject:

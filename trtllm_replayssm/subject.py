@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
-from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.families.registry import architectures, find_family
 from trtllm_replayssm.builders.hf.config import read_config
 from trtllm_replayssm.builders.hf.folder import INDEX_FILE, SINGLE_FILE, HfFolder
 from trtllm_replayssm.console import LOGGER
@@ -58,9 +58,11 @@ def hugging_face_subject(path: Path, values: dict[str, Any]) -> Subject:
         with HfFolder(path, LOGGER.warning) as folder:
             shapes, source = folder.shapes, "Hugging Face checkpoint"
     family = find_family(values, shapes)
+    for note in family.notes:
+        LOGGER.warning(note)
     return Subject(
         source=source,
-        architecture=str((values.get("architectures") or ["unknown"])[0]),
+        architecture=next(iter(architectures(values)), type(family).architectures[0]),
         decoder=family.decoder(),
         replay=ReplayConfig(),
         dtype=config_dtype(values),
