@@ -23,11 +23,11 @@ class Rows:
     @classmethod
     def of(cls, pieces: Mapping[int, Sequence[int]], width: int = 1) -> Rows:
         """The tokens by slot; T is at least ``width``."""
-        first, last = min(pieces), max(pieces)
-        ids = torch.zeros(last - first + 1, max(width, *map(len, pieces.values())), dtype=torch.int32)
-        for slot, piece in pieces.items():
-            ids[slot - first, : len(piece)] = torch.tensor(piece)
-        return cls(first, ids, [len(pieces.get(slot, ())) for slot in range(first, last + 1)])
+        slots = range(min(pieces), max(pieces) + 1)
+        longest = max(width, *map(len, pieces.values()))
+        rows = [[*piece, *[0] * (longest - len(piece))] for piece in (pieces.get(slot, ()) for slot in slots)]
+        ids = torch.tensor(rows, dtype=torch.int32)
+        return cls(slots.start, ids, [len(pieces.get(slot, ())) for slot in slots])
 
     def step(self, session: Session, mode: RowMode, last_only: bool = False) -> Tensor:
         """Logits of ``session.step``; rows in the gaps are not active."""

@@ -152,16 +152,15 @@ class Session:
             raise UserError(f"the last step of slot {slot} is folded already and must be committed first")
         # Drafts may reach past the end: the caches have room for them, and they are cut off when they are accepted.
         spare = torch.where(absorbs, 0, self.replay.max_draft_len)
-        for slot, committed, count, extra in zip(
-            range(first_slot, first_slot + rows), self.committed(here), given.query_lens.tolist(), spare.tolist()
-        ):
-            if live[slot - first_slot] and (
-                committed >= config.max_seq_len or committed + count > config.max_seq_len + extra
-            ):
-                raise UserError(
-                    f"{count} more tokens in slot {slot}, which holds {committed}, exceed max_seq_len {config.max_seq_len}",
-                    "build the engine with a larger --max_seq_len",
-                )
+        held = self.host[here, Cursor.COMMITTED]
+        full = (held >= config.max_seq_len) | (held + given.query_lens > config.max_seq_len + spare)
+        if bool((live & full).any()):
+            row = int((live & full).nonzero()[0])
+            raise UserError(
+                f"{int(given.query_lens[row])} more tokens in slot {first_slot + row}, which holds {int(held[row])}, exceed"
+                f" max_seq_len {config.max_seq_len}",
+                "build the engine with a larger --max_seq_len",
+            )
 
     def check_logits(self, given: StepInput, last_only: bool) -> None:
         """Raises UserError for the logits of all tokens of a prefill, where the engine's plans were not built for them."""
