@@ -25,10 +25,14 @@ STEP_WORDS = 8
 
 
 class Cursor(IntEnum):
-    """Columns of the cursor pool, int32 ``[slots, CURSOR_WORDS]``."""
+    """Columns of the cursor pool, int32 ``[slots, CURSOR_WORDS]``.
+
+    SEED: of stochastic rounding; a request keeps it wherever its state goes. Zero unless its owner sets it.
+    """
 
     COMMITTED = 0
     FOLDED = 1
+    SEED = 2
 
 
 class Step(IntEnum):
@@ -39,6 +43,7 @@ class Step(IntEnum):
     FOLD_TO: tokens that the checkpoint covers after the step: FOLDED (unchanged), COMMITTED (flush: the ring is folded,
         the step's tokens are appended behind it) or COMMITTED + QUERY_LEN (absorb: ring and tokens are both folded).
     QUERY_LEN: valid tokens of the row, 1 to T; the rest are padding.
+    SEED: the slot's.
     """
 
     SLOT = 0
@@ -46,6 +51,7 @@ class Step(IntEnum):
     FOLDED = 2
     FOLD_TO = 3
     QUERY_LEN = 4
+    SEED = 5
 
 
 class RowMode(IntEnum):

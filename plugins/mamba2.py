@@ -19,6 +19,9 @@ Per head h of group ``h // (H/G)``, in float32 (Mamba-2, arXiv 2405.21060, secti
     dt = clamp(softplus(dt + dt_bias), dt_min, dt_max)
     S  = exp(-exp(A_log) dt) S + dt x B^T
     y  = S C + D x
+
+With ``stochastic_rounding`` a 16-bit state is rounded at random when it is written (plugins/rounding.py), so that it is
+right on average; otherwise to the nearest.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Mamba2Attributes:
     ring_rows: int
     dt_min: float = 0.0
     dt_max: float = math.inf
+    stochastic_rounding: bool = False
 
     def pools(self, activation: torch.dtype, state: torch.dtype, ring: torch.dtype) -> dict[str, Pool]:
         """The layer's pools; activation is unused, because everything in this ring has the ring dtype or float32."""

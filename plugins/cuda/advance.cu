@@ -12,11 +12,11 @@ extern "C" __global__ void __launch_bounds__(128)
     if (row >= rows) return;
     const int slot = slot_ids[row];
     int4 head = {slot, 0, 0, 0};
-    int query_len = 0;
+    int query_len = 0, seed = 0;
     if (slot >= 0) {
         const i64 at = i64(slot) * CURSOR_WORDS;
         const int committed = cursors[at], folded = cursors[at + 1], history = committed - folded, mode = modes[row];
-        query_len = query_lens[row];
+        query_len = query_lens[row], seed = cursors[at + 2];
         const bool absorb = mode == MODE_ABSORB || (tokens == 1 && history + 1 >= WINDOW);
         const bool flush = mode == MODE_FLUSH || history + tokens > WINDOW;
         const int fold_to = absorb ? committed + query_len : flush ? committed : folded;
@@ -25,5 +25,5 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     int4* out = reinterpret_cast<int4*>(step + i64(row) * STEP_WORDS);
     out[0] = head;
-    out[1] = {query_len, 0, 0, 0};
+    out[1] = {query_len, seed, 0, 0};
 }

@@ -5,6 +5,7 @@
 // The sum is formed from zero by tf32 products of both parts of u, and added to the decayed checkpoint in float32.
 #pragma once
 #include "mamba2_readout.cuh"
+#include "rounding.cuh"
 
 struct Updates {
     float u[ENTRY_BLOCKS][2][4];  // as operand of the 8 entries of half-block s
@@ -66,18 +67,41 @@ __device__ __forceinline__ void sum_updates(Accumulator (&sum)[2], Updates& upda
     }
 }
 
-template <typename From, typename To>
-__device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePairs<From>& state, float decay,
-                                            const Accumulator (&sum)[2], int half, int r) {
+// The random bits of a lane's four pairs, of 8 adjacent elements of a 16-bit state; nothing without STOCHASTIC.
+struct PairBits {
+    u32 v[4] = {};
+
+    __device__ __forceinline__ void draw(const RandomSource& random, int element) {
+        if constexpr (STOCHASTIC) {
+            const RandomBits bits = random.bits(element);
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-        out.set(2 * half + m, decay * state.get(2 * half + m, 0) + sum[m].v[2 * r],
-                decay * state.get(2 * half + m, 1) + sum[m].v[2 * r + 1]);
+            for (int m = 0; m < 4; ++m) v[m] = bits.v[m];
+        }
+    }
+};
+
+// Sets pair m of a state that is stored, or of one that stays in float32 registers.
+template <typename T>
+__device__ __forceinline__ void set_pair(StatePairs<T>& out, int m, float first, float second, const PairBits& random) {
+    if constexpr (STOCHASTIC && sizeof(T) == 2)
+        out.v[m] = pack_at_random<T>(first, second, random.v[m]);
+    else
+        out.set(m, first, second);
 }
 
-// Folds into one chunk of the state and stores it. `rows_out`: this lane's first row, at the chunk's first block.
+template <typename From, typename To>
+__device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePairs<From>& state, float decay,
+                                            const Accumulator (&sum)[2], int half, int r, const PairBits& random = {}) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+        set_pair(out, 2 * half + m, decay * state.get(2 * half + m, 0) + sum[m].v[2 * r],
+                 decay * state.get(2 * half + m, 1) + sum[m].v[2 * r + 1], random);
+}
+
+// Folds into one chunk of the state and stores it. `rows_out`: this lane's first row, at the chunk's first block, which is
+// element `element` of the slot's state.
 __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const Sequence& seq, int group, int entries, int chunk,
-                                     int lane, STATE* rows_out) {
+                                     int lane, STATE* rows_out, const RandomSource& random, int element) {
     const int t = lane % 4;
     asm volatile("" : "+l"(rows_out));
     int offsets[ENTRY_BLOCKS][2][2];
@@ -90,13 +114,15 @@ __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const
 #pragma unroll
     for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
         StatePairs<STATE> folded[2];
+        PairBits bits[2];
+        bits[0].draw(random, element + 32 * k + 8 * t), bits[1].draw(random, element + 2 * STATE_SIZE + 32 * k + 8 * t);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Accumulator sum[2] = {};
             sum_updates<true>(sum, updates, entries, chunk * BLOCKS_A_CHUNK + k, half, lane, b_row);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                add_updates(folded[r], state.v[k][r], updates.decay, sum, half, r);
+                add_updates(folded[r], state.v[k][r], updates.decay, sum, half, r, bits[r]);
                 folded[r].store_half(rows_out + 2 * r * STATE_SIZE, k, half, t);
             }
         }

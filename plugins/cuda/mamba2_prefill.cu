@@ -90,14 +90,17 @@ struct State {
                 for (int m = 0; m < 4; ++m) v[k][r].set(m, stored.get(m, 0), stored.get(m, 1));
             }
     }
-    __device__ __forceinline__ void store(STATE* rows, int t) const {
+    // `rows`: this lane's first row, which begins at element `element` of the slot's state.
+    __device__ __forceinline__ void store(STATE* rows, int t, const RandomSource& random, int element) const {
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 StatePairs<STATE> stored;
+                PairBits bits;
+                bits.draw(random, element + 2 * r * STATE_SIZE + 32 * k + 8 * t);
 #pragma unroll
-                for (int m = 0; m < 4; ++m) stored.set(m, v[k][r].get(m, 0), v[k][r].get(m, 1));
+                for (int m = 0; m < 4; ++m) set_pair(stored, m, v[k][r].get(m, 0), v[k][r].get(m, 1), bits);
                 stored.store_half(rows + 2 * r * STATE_SIZE, k, 0, t);
                 stored.store_half(rows + 2 * r * STATE_SIZE, k, 1, t);
             }
@@ -183,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
                           {xbc + first_token * xbc_stride, dt + first_token * dt_stride, A_log, dt_bias, D,
                            state + row.slot * state_stride, ring_x + row.slot * ring_x_stride,
                            ring_b + row.slot * ring_b_stride, ring_dt + row.slot * ring_dt_stride, xbc_stride, dt_stride}};
-    const i64 lane_row = i64(head) * HEAD_SIZE + (p0 + 16 * warp + state_row(g)) * STATE_SIZE;
+    const int lane_row = head * HEAD_SIZE + (p0 + 16 * warp + state_row(g)) * STATE_SIZE;
     STATE* rows_out = state_out + row.slot * state_stride + lane_row;
     const int of_history = (seq.history + PIECE - 1) / PIECE, pieces = of_history + (row.tokens + PIECE - 1) / PIECE;
     const float rate = -LOG2_E * expf(A_log[head]);
@@ -227,6 +230,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
         Updates updates(in, decays, piece.count, lane);
         if constexpr (!SPLIT_FOLD) updates.round();
         s.fold_piece(stage, updates, piece.count, lane);
-        if (row.folds() && index + 1 == (row.absorbs() ? pieces : of_history)) s.store(rows_out, t);
+        if (row.folds() && index + 1 == (row.absorbs() ? pieces : of_history)) s.store(rows_out, t, RandomSource{step, int(blockIdx.y)}, lane_row);
     }
 }

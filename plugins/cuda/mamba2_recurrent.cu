@@ -6,7 +6,9 @@
 // A warp owns state row p of one head: lane l holds S[p][l + 32 r]. It runs over the ring's live entries, then over the
 // step's tokens, and never needs another warp. Slower than mamba2_step.cu and mamba2_prefill.cu, and exact in float32.
 //
-// Macros: ACT, STATE, RING (element types), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX.
+// Macros: ACT, STATE, RING (element types), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX,
+// STOCHASTIC (1: a 16-bit state is rounded at random).
+#include "rounding.cuh"
 #include "scalars.cuh"
 #include "step.cuh"
 
@@ -46,7 +48,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int r = 0; r < PER_LANE; ++r) {
             const int n = lane + 32 * r;
-            if (n < STATE_SIZE) state_out[state_base + n] = from_float<STATE>(S[r]);
+            if (n >= STATE_SIZE) continue;
+            if constexpr (STOCHASTIC) {
+                const RandomSource random = {step, int(blockIdx.y)};
+                state_out[state_base + n] = round_at_random<STATE>(S[r], random.bits_of(unit * STATE_SIZE + n));
+            } else {
+                state_out[state_base + n] = from_float<STATE>(S[r]);
+            }
         }
     };
 

@@ -69,8 +69,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             if (row.folds()) {
                 seq.forget_addresses();
                 Updates updates(in, decays, entries, lane);
-                fold(state_rows, updates, seq, group, entries, chunk, lane,
-                     state_out + i64(seq.slot) * state_stride + head * HEAD_SIZE + lane_row + chunk * CHUNK_COLUMNS);
+                const int element = head * HEAD_SIZE + lane_row + chunk * CHUNK_COLUMNS;
+                fold(state_rows, updates, seq, group, entries, chunk, lane, state_out + i64(seq.slot) * state_stride + element,
+                     RandomSource{step, int(blockIdx.y)}, element);
                 // C's registers served the sums.
                 c.load(seq, group, tokens, lane);
             }

@@ -45,6 +45,7 @@ def launch_record(
         ("RING_ROWS", a.ring_rows),
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
+        ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
     )
     if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, state, tokens):
         kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
@@ -86,7 +87,7 @@ def step_record(
         ("TOKENS", tokens),
         ("ENTRIES", entries),
         ("HEADS_A_BLOCK", most_heads(a, tokens)),
-        ("WARPS_AN_SM", max(warps, step_warps(a.state_size, tokens, entries))),
+        ("WARPS_AN_SM", max(warps, step_warps(a.state_size, tokens, entries, a.stochastic_rounding))),
     )
     kernel = Kernel(
         source="mamba2_step.cu",
@@ -99,9 +100,9 @@ def step_record(
     return Launch(kernel, (a.num_heads // heads, rows, 1), (tokens, *strides, heads))
 
 
-def step_warps(state_size: int, tokens: int, entries: int) -> int:
+def step_warps(state_size: int, tokens: int, entries: int, stochastic: bool) -> int:
     """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
-    if state_size > 128 or tokens > 8 or entries > 32:
+    if state_size > 128 or tokens > 8 or entries > 32 or stochastic:
         return 8
     return 16 if tokens == 1 and entries <= 16 else 12
 
@@ -172,6 +173,11 @@ def variants() -> list[Kernel]:
     for (heads, head_dim, state_size, groups), (activation, state), tokens in cases:
         draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
         a = Mamba2Attributes(heads, head_dim, state_size, groups, 16, 16 + draft)
+        kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
+    # Stochastic rounding.
+    for activation, state, tokens in product((bf16, fp32), (bf16, fp16), (1, 4, 2048)):
+        draft = tokens if tokens == 4 else 0
+        a = Mamba2Attributes(*nano, 16, 16 + draft, stochastic_rounding=True)
         kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
     # Windows of 64, where a row's sequence is longest.
     for tokens in (1, 16):

@@ -28,6 +28,7 @@ def advance(
         (Step.FOLDED, folded),
         (Step.FOLD_TO, fold_to),
         (Step.QUERY_LEN, query_lens),
+        (Step.SEED, cursors[slots, Cursor.SEED]),
     ):
         step[:, column] = torch.where(live, value, 0)
     cursors[slots[live], Cursor.FOLDED] = fold_to[live].to(cursors.dtype)

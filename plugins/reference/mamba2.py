@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.reference.replay import (
     Recurrence,
@@ -15,6 +18,7 @@ from trtllm_replayssm.plugins.reference.replay import (
     matvec,
     replay_step,
 )
+from trtllm_replayssm.plugins.reference.rounding import stochastic
 
 
 class Mamba2Recurrence(Recurrence):
@@ -42,6 +46,15 @@ class Mamba2Recurrence(Recurrence):
         return reads + self.D[:, None] * tokens["x"]
 
 
+def round_states(states: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """States ``[rows, ...]`` rounded at random to a 16-bit ``dtype``; as they are for a wider one."""
+    if dtype.itemsize != 2:
+        return states
+    seeds, positions = (step[:, column].tolist() for column in (Step.SEED, Step.FOLD_TO))
+    rounded = (stochastic(s, dtype, seed, at) for s, seed, at in zip(states, seeds, positions))
+    return torch.stack(list(rounded))
+
+
 def mamba2(
     attributes: Mamba2Attributes,
     xbc: Tensor,
@@ -55,7 +68,8 @@ def mamba2(
     """See plugins/mamba2.py. Changes the pools in place and returns ``y [rows, T, H*P]`` in xbc's dtype."""
     a = attributes
     recurrence, tokens = mamba2_tokens(a, xbc, dt, A_log, dt_bias, D, compute_dtype(pools["state"]))
-    return replay_step(recurrence, tokens, step, pools).flatten(2).to(xbc.dtype)
+    rounded = partial(round_states, dtype=pools["state"].dtype) if a.stochastic_rounding else None
+    return replay_step(recurrence, tokens, step, pools, rounded).flatten(2).to(xbc.dtype)
 
 
 def mamba2_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -104,41 +105,50 @@ def each(tokens: Tokens) -> list[Tokens]:
     return [dict(zip(tokens, column)) for column in zip(*columns)]
 
 
-def replay_step(recurrence: Recurrence, tokens: Tokens, step: Tensor, pools: dict[str, Tensor]) -> Tensor:
+def replay_step(
+    recurrence: Recurrence,
+    tokens: Tokens,
+    step: Tensor,
+    pools: dict[str, Tensor],
+    rounded: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """One step of every row: the contract of ``mamba2``, ``gated_delta`` and ``kda``.
 
     tokens: entries ``[rows, T, heads, ...]`` in the compute dtype.
     step: int32 ``[rows, STEP_WORDS]``.
     pools: ``state [slots, heads, ...]`` and ``ring_<name> [slots, heads, ring_rows, ...]``, changed in place.
+    rounded: makes states ``[rows, heads, ...]`` with their step info ``[rows, STEP_WORDS]`` fit the checkpoint's dtype;
+        by default they are rounded to the nearest.
     Returns ``[rows, T, heads, value_dim]`` in the compute dtype, zero for padding rows and tokens.
     """
     columns = step.long().unbind(1)
-    slots, committed, folded, fold_to, query_len = (columns[column] for column in Step)
+    named = (Step.SLOT, Step.COMMITTED, Step.FOLDED, Step.FOLD_TO, Step.QUERY_LEN)
+    slots, committed, folded, fold_to, query_len = (columns[column] for column in named)
     live = slots >= 0
     length = next(iter(tokens.values())).shape[1]
     valid = live[:, None] & (torch.arange(length, device=step.device) < query_len[:, None])
     tokens = {name: keep(valid, value) for name, value in tokens.items()}
 
     state = replay_history(recurrence, pools, slots, folded, torch.where(live, committed, folded))
-    store_state(pools["state"], slots, state, live & (fold_to > folded) & (fold_to <= committed))
+
+    def fold(where: Tensor) -> None:
+        rows = where.nonzero(as_tuple=True)[0]
+        if len(rows):
+            kept = state[rows] if rounded is None else rounded(state[rows], step[rows])
+            pools["state"][slots[rows]] = kept.to(pools["state"].dtype)
+
+    fold(live & (fold_to > folded) & (fold_to <= committed))
     reads, derived = [], []
     for token in each(recurrence.prepare(tokens, from_ring=False)):
         derived.append(recurrence.update(state, token))
         reads.append(recurrence.read(state, token))
-    store_state(pools["state"], slots, state, live & (fold_to > committed))
+    fold(live & (fold_to > committed))
 
     payload = {name: tokens[name] for name in recurrence.payload}
     payload |= {name: torch.stack([token[name] for token in derived], 1) for name in derived[0]}
     # A row that absorbs has folded its tokens, so nobody would read them from the ring.
     append_tokens(payload, pools, slots, committed, valid & (fold_to <= committed)[:, None])
     return keep(valid, recurrence.answer(torch.stack(reads, 1), tokens))
-
-
-def store_state(state_pool: Tensor, slots: Tensor, state: Tensor, where: Tensor) -> None:
-    """Fold: write the ``state`` of the rows selected by ``where`` to the checkpoints of their slots."""
-    rows = where.nonzero(as_tuple=True)[0]
-    if len(rows):
-        state_pool[slots[rows]] = state[rows].to(state_pool.dtype)
 
 
 def append_tokens(payload: Tokens, pools: dict[str, Tensor], slots: Tensor, committed: Tensor, where: Tensor) -> None:

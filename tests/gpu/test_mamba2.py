@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import harness
 import pytest
 import torch
 
+from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.device import mamba2 as device
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.reference import mamba2 as reference
@@ -138,7 +140,7 @@ def test_repeats_and_graph_replay_are_bit_identical(tokens):
         graph.replay()
         return captured
 
-    for step in [run] * 100 + [replay] * 100:
+    for step in [run] * 500 + [replay] * 500:
         again, now = restored(step)
         assert torch.equal(again.nan_to_num(7), first.nan_to_num(7))
         assert all(torch.equal(now[name].nan_to_num(7), pool.nan_to_num(7)) for name, pool in state.items())
@@ -167,25 +169,120 @@ def test_results_do_not_depend_on_the_slot(tokens):
     assert torch.equal(got, want) and torch.equal(far["state"], near["state"])
 
 
-def test_long_runs_do_not_drift():
-    """1,024 steps of one token: float32 state, as good as the plain recurrence on the CPU."""
-    attributes = Mamba2Attributes(*NANO, 16, 16)
-    generator = torch.Generator().manual_seed(5)
-    heads, width = attributes.num_heads, NANO[0] * NANO[1] + 2 * NANO[3] * NANO[2]
-    pools = {name: pool.allocate(1, "cuda") for name, pool in attributes.pools(BF16, FP32, BF16).items()}
-    A_log, dt_bias, D = torch.full((heads,), -4.0), torch.full((heads,), -3.0), torch.ones(heads)
-    weights = [w.cuda() for w in (A_log, dt_bias, D)]
-    xbc = torch.randn(1, 1024, width, generator=generator).bfloat16()
-    dt = torch.randn(1, 1024, heads, generator=generator).bfloat16()
-    wide = {name: pool.allocate(1).double() for name, pool in attributes.pools(BF16, FP32, BF16).items()}
-    whole = harness.step_tensor([harness.RowPlan(0, 0, 0, 1024, 1024)])
-    want = reference.mamba2(attributes, xbc.double(), dt.double(), A_log, dt_bias, D, whole, wide)
-    on_gpu, dt_gpu, outputs, folded = xbc.cuda(), dt.cuda(), [], 0
-    for i in range(1024):
-        fold_to = i + 1 if i + 1 - folded >= 16 else folded
-        step = harness.step_tensor([harness.RowPlan(0, i, folded, fold_to, 1)]).cuda()
-        token = slice(i, i + 1)
-        outputs.append(device.mamba2(attributes, on_gpu[:, token], dt_gpu[:, token], *weights, step, pools))
-        folded = fold_to
-    assert harness.relative_error(torch.cat(outputs, 1), want) < harness.TOLERANCE[BF16]
-    assert harness.relative_error(pools["state"], wide["state"].float()) < 2e-6
+class LongRun:
+    """A request of 8,192 tokens of one layer with slow decays, and its float64 recurrence.
+
+    mean: of the activations, which vary by ``spread``; dt_bias: sets the size of a token's step.
+    """
+
+    TOKENS = 8192
+
+    def __init__(self, mean: float, spread: float, dt_bias: float) -> None:
+        generator = torch.Generator().manual_seed(5)
+        heads, width = NANO[0], NANO[0] * NANO[1] + 2 * NANO[3] * NANO[2]
+        self.weights = [torch.full((heads,), value, device="cuda") for value in (-4.0, dt_bias, 1.0)]
+        self.xbc = (mean + spread * torch.randn(1, self.TOKENS, width, generator=generator)).bfloat16().cuda()
+        self.dt = (spread * torch.randn(1, self.TOKENS, heads, generator=generator)).bfloat16().cuda()
+        attributes = Mamba2Attributes(*NANO, 16, 16)
+        pools = {name: p.allocate(1, "cuda").double() for name, p in attributes.pools(BF16, FP32, BF16).items()}
+        whole = harness.step_tensor([harness.RowPlan(0, 0, 0, self.TOKENS, self.TOKENS)]).cuda()
+        self.want = reference.mamba2(attributes, self.xbc.double(), self.dt.double(), *self.weights, whole, pools)
+        self.state = pools["state"]
+
+    def errors(self, window: int, state: torch.dtype, stochastic: bool = False) -> tuple[float, float]:
+        """Of the outputs and of the last state, when the request is decoded token by token."""
+        attributes = Mamba2Attributes(*NANO, window, window, stochastic_rounding=stochastic)
+        pools = {name: pool.allocate(1, "cuda") for name, pool in attributes.pools(BF16, state, BF16).items()}
+        folded, plans = 0, []
+        for i in range(self.TOKENS):
+            fold_to = i + 1 if i + 1 - folded >= window else folded
+            plans.append(harness.step_tensor([harness.RowPlan(0, i, folded, fold_to, 1)]))
+            folded = fold_to
+        outputs = []
+        for i, plan in enumerate(torch.stack(plans).cuda()):
+            token = slice(i, i + 1)
+            parts = self.xbc[:, token], self.dt[:, token]
+            outputs.append(device.mamba2(attributes, *parts, *self.weights, plan, pools))
+        error = harness.relative_error
+        return error(torch.cat(outputs, 1), self.want), error(pools["state"], self.state)
+
+
+@pytest.fixture(scope="module")
+def long_run():
+    return LongRun(mean=0.0, spread=1.0, dt_bias=-3.0)
+
+
+def test_long_runs_do_not_drift(long_run):
+    """With a float32 state nothing adds up but the rounding of float32."""
+    outputs, state = long_run.errors(16, FP32)
+    assert outputs < harness.TOLERANCE[BF16]
+    assert state < 2e-6
+
+
+@pytest.mark.parametrize("state", [BF16, FP16], ids=str)
+def test_a_ring_rounds_a_narrow_state_less_often(long_run, state):
+    """A 16-bit state is rounded once a window instead of at every token, and drifts less for it."""
+    plain, replayed = long_run.errors(1, state), long_run.errors(16, state)
+    assert replayed[0] < plain[0] and replayed[1] < plain[1]
+
+
+# ---- stochastic rounding ---------------------------------------------------------------------------------------------
+
+
+def test_small_updates_are_not_lost():
+    """Updates smaller than the state's spacing: rounded to the nearest it stands still, at random it follows."""
+    slow = LongRun(mean=1.0, spread=0.1, dt_bias=-5.5)
+    nearest, rounded = slow.errors(16, BF16), slow.errors(16, BF16, stochastic=True)
+    assert rounded[0] < nearest[0] / 4 and rounded[1] < nearest[1] / 4
+
+
+class Folds:
+    """Rows that all fold, whose states are rounded; seeds by row."""
+
+    def __init__(self, tokens: int, activation: torch.dtype, state: torch.dtype, slots: list[int]) -> None:
+        draft = tokens - 1 if 1 < tokens <= 16 else 0
+        rows = 16 + (draft + 1 if draft else 0)
+        self.attributes = Mamba2Attributes(*NANO, 16, rows, stochastic_rounding=True)
+        generator = torch.Generator().manual_seed(7)
+        committed = 1015
+        fold_to = committed if draft else committed + tokens
+        self.plans = [harness.RowPlan(slot, committed, 1000, fold_to, tokens) for slot in slots]
+        by_row = [harness.RowPlan(row, committed, 1000, fold_to, tokens) for row in range(len(slots))]
+        described = self.attributes.pools(activation, state, activation)
+        made = harness.poisoned_pools(described, by_row, len(slots), partial(make_ring, generator))
+        self.pools = {name: pool.allocate(max(slots) + 1) for name, pool in described.items()}
+        for name, pool in self.pools.items():
+            pool[slots] = made[name]
+        width, heads = NANO[0] * NANO[1] + 2 * NANO[3] * NANO[2], NANO[0]
+        self.xbc = torch.randn(len(slots), tokens, width, generator=generator).to(activation)
+        self.dt = torch.randn(len(slots), tokens, heads, generator=generator).to(activation)
+        self.weights = [torch.randn(heads, generator=generator) for _ in range(3)]
+        self.step = harness.step_tensor(self.plans)
+        self.step[:, Step.SEED] = torch.arange(len(slots), dtype=torch.int32) - 1
+        self.slots = slots
+
+    def states(self, run, device: str) -> torch.Tensor:
+        """States of the rows after the step, on the CPU."""
+        pools = harness.to_device(self.pools) if device == "cuda" else {n: p.clone() for n, p in self.pools.items()}
+        inputs = (x.to(device) for x in (self.xbc, self.dt, *self.weights, self.step))
+        run(self.attributes, *inputs, pools)
+        return pools["state"][self.slots].cpu()
+
+
+@pytest.mark.parametrize("state", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("tokens", "activation"), [(1, BF16), (4, BF16), (40, BF16), (1, FP32), (40, FP32)], ids=str)
+def test_stochastic_rounding_takes_the_bits_of_the_contract(tokens, activation, state):
+    """Nearly all elements equal the reference's; where float32 sums differ, the neighbour is as good."""
+    case = Folds(tokens, activation, state, [0, 1, 2])
+    got, want = case.states(device.mamba2, "cuda"), case.states(reference.mamba2, "cpu")
+    assert (got == want).double().mean() > 0.99
+    assert harness.relative_error(got, want) < harness.TOLERANCE[state]
+    plain = replace(case.attributes, stochastic_rounding=False)
+    case.attributes = plain
+    assert (got == case.states(device.mamba2, "cuda")).double().mean() < 0.8, "nothing was rounded at random"
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_stochastic_rounding_does_not_depend_on_the_slot(tokens):
+    near, far = (Folds(tokens, BF16, BF16, slots).states(device.mamba2, "cuda") for slots in ([0, 1, 2], [5, 2, 9]))
+    assert torch.equal(near, far)

@@ -67,7 +67,7 @@ def test_no_history_of_steps_loses_a_token(history: tuple[ReplayConfig, list[tup
     committed = folded = 0
     for tokens, length, accepted, mode in steps:
         row = plan(cursors, replay.window, [0], [length], [int(mode)], tokens)[0]
-        slot, before, start, fold_to, query_len = (int(row[c]) for c in Step)
+        slot, before, start, fold_to, query_len, _ = (int(row[c]) for c in Step)
         assert (slot, before, start, query_len) == (0, committed, folded, length)
         h = committed - folded
         if mode == RowMode.ABSORB or (tokens == 1 and h + 1 >= replay.window):

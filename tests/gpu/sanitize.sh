@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every kernel under compute-sanitizer: addresses, shared memory races, barriers. From the repository's root, on a GPU.
+set -euo pipefail
+source tests/gpu/use_checkout.sh
+for tool in memcheck racecheck synccheck; do
+    echo "== $tool"
+    # Torch's caching allocator would hide addresses beyond a tensor's end.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+        python3 -P tests/gpu/sanitize.py
+done
