@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trtllm_replayssm.cli.validate import CHECK_CHOICES, FAMILY_CHOICES
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.validation import models
 from trtllm_replayssm.validation.catalogue import MODELS, families_without_model, family_of
-from trtllm_replayssm.validation.checks import CHECKS, Outcome, close, switched
+from trtllm_replayssm.validation.checks import CHECKS, Outcome, close
 from trtllm_replayssm.validation.models import random_weights
 from trtllm_replayssm.validation.report import validate
 from trtllm_replayssm.validation.subject import Settings, Subject
@@ -160,12 +159,3 @@ def test_closeness() -> None:
         assert not close("far", ones + far, ones, dtype).holds
         assert not close("nan", ones * float("nan"), ones, dtype).holds
         assert not close("no draft was rejected", ones, ones, dtype, and_also=False).holds
-
-
-def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONE", "1")
-    monkeypatch.delenv("OTHER", raising=False)
-    with switched("ONE", "0"), switched("OTHER", "0"):
-        assert (os.environ["ONE"], os.environ["OTHER"]) == ("0", "0")
-    assert os.environ["ONE"] == "1"
-    assert "OTHER" not in os.environ

@@ -112,8 +112,7 @@ class ReplaySSMForCausalLM(PretrainedModel):
                 f"--max_draft_len is {max_draft_len}, but the checkpoint's rings are made for {drafts} draft tokens",
                 f"convert with --max_draft_len {max_draft_len}, or leave it out",
             )
-        limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens}
-        engine = EngineConfig(self.checkpoint, **limits, engine_flavour="tensorrt")
+        engine = EngineConfig(self.checkpoint, max_batch_size, max_seq_len, max_num_tokens, "tensorrt")
         sizes = step_sizes(engine, opt_num_tokens, gather_context_logits)
         mapping = self.config.mapping
         if mapping.tp_size > 1:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +24,6 @@ from trtllm_replayssm.validation.subject import DRAFTS, Subject
 
 #: Largest difference of float32 logits in units of their standard deviation, and largest relative norm of 16-bit ones.
 FLOAT32_LIMIT, SHORT_LIMIT = 1e-4, 3e-2
-#: Set to 0 to launch every kernel by itself (runtime/graphs.py).
-GRAPHS_SWITCH = "TRTLLM_REPLAYSSM_CUDA_GRAPHS"
 #: Steps that run before the clock starts, and steps that are timed.
 WARM_STEPS, TIMED_STEPS = 4, 32
 
@@ -109,7 +105,7 @@ def resume(s: Subject) -> Iterator[Outcome]:
     half = s.settings.steps // 2
     last = forced(s.session, Meter(s.session), s.prompts, s.plain.tokens[:, :half]).logits[:, -1]
     saved = [s.session.save(slot, "cpu") for slot in range(len(s.prompts))]
-    again = LLM(s.llm.engine.folder, device=s.settings.device).session
+    again = Session(s.llm.engine)
     for slot, state in enumerate(saved):
         again.restore(slot, state)
     logits = [last]
@@ -125,28 +121,12 @@ def graphs(s: Subject) -> Iterator[Outcome]:
     if s.llm.engine.device.type != "cuda":
         yield Outcome(claim, "there are no CUDA graphs on a CPU", None)
         return
-    with switched(GRAPHS_SWITCH, "0"):
-        plain = LLM(s.llm.engine.folder, device=s.settings.device).session
+    plain = Session(s.llm.engine, cuda_graphs=False)
     singly = forced(plain, Meter(plain), s.prompts, s.plain.tokens)
-    # The graphs were captured in the first run; the second only replays them, in other places of the rings.
+    # The graphs were captured in the run that all others are held against; this one only replays them.
     replayed = forced(s.session, Meter(s.session), s.prompts, s.plain.tokens)
-    yield close(
-        claim, torch.stack((singly.logits, replayed.logits)), s.plain.logits.expand(2, -1, -1, -1), s.settings.dtype
-    )
-
-
-@contextmanager
-def switched(name: str, value: str) -> Iterator[None]:
-    """An environment variable for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    got, want = torch.stack((singly.logits, replayed.logits)), torch.stack((s.plain.logits, s.plain.logits))
+    yield close(claim, got, want, s.settings.dtype)
 
 
 def aliases(s: Subject) -> Iterator[Outcome]:
