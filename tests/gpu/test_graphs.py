@@ -142,6 +142,19 @@ def test_a_step_never_waits_for_the_device(engine):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_warm_up_captures_what_steps_need_and_changes_nothing(engine):
+    session = Session(engine)
+    session.step([[1], [2]])
+    session.commit(0, [1, 1])
+    before = {name: pool.clone() for name, pool in session.pools.items()}
+    assert session.warm_up(300) == 4 * 2 * 2  # 1, 2, 4 and 6 rows, 1 and 4 tokens, 256 and 512 positions
+    assert all(torch.equal(pool, before[name]) for name, pool in session.pools.items())
+    assert torch.equal(session.cursors.cpu(), session.host)
+    session.step([[1, 2, 3, 4]] * 5)
+    assert len(session.steps.graphs.captured) == 16
+    assert Session(engine, cuda_graphs=False).warm_up() == 0
+
+
 def test_results_outlive_the_next_step(engine):
     session = Session(engine)
     first = session.step([[1], [2], [3]])

@@ -77,6 +77,16 @@ class Session:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def warm_up(self, kv_len: int | None = None) -> int:
+        """Capture the CUDA graphs that decode and full verify steps will need, so that no request waits for it.
+
+        kv_len: tokens of a request up to which; by default max_seq_len. Changes nothing that a slot holds. Returns how many
+        graphs there are then: 0 where steps do not run as graphs.
+        """
+        longest = self.engine.config.max_seq_len if kv_len is None else kv_len
+        return self.steps.warm_up(longest) if isinstance(self.steps, PackedSteps) else 0
+
+    @torch.no_grad()
     def step(
         self,
         token_ids: Tensor | Sequence[Sequence[int]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -114,6 +115,22 @@ class PackedSteps:
         places[active] = torch.arange(count, **INT32)
         (places,) = self.staging.send(places)
         return hidden.index_select(0, places), logits.index_select(0, places).float()
+
+    def warm_up(self, kv_len: int) -> int:
+        """Capture every bucket of rows and of positions up to ``kv_len``, for one token a row and for a whole verify step."""
+        if self.graphs is None:
+            return 0
+        config = self.engine.config
+        rows = {row_bucket(count, config.max_batch_size) for count in range(1, config.max_batch_size + 1)}
+        lengths = {
+            kv_bucket(length, self.positions) for length in range(1, min(kv_len, self.positions) + 1, SHORTEST_KV)
+        }
+        lengths.add(kv_bucket(kv_len, self.positions))
+        # The largest first: what it allocates serves the others.
+        for count, length in sorted(product(rows, lengths), reverse=True):
+            for tokens in {1, config.replay.verify_tokens}:
+                self.graphs.get(StepShape(count, tokens, length, False), self.forward)
+        return len(self.graphs.captured)
 
     def shape_for(self, count: int, rows: int, tokens: int, kv_len: int, last_only: bool) -> StepShape:
         """The shape that a step of ``count`` active rows is padded to; a prefill keeps its own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -76,11 +77,11 @@ def synthetic_weights(
 ) -> dict[str, Tensor]:
     """One rank's weights by name, on the device; ranks differ where they hold different parts."""
     weights, parameters = {}, checkpoint.decoder.parameters(checkpoint.tp_size)
-    for i, (name, (dtype, shape)) in enumerate(checkpoint.rank_layout().items()):
+    for name, (dtype, shape) in checkpoint.rank_layout().items():
         parameter = parameters[name]
-        generator = torch.Generator(device).manual_seed(
-            (seed << 32) + (i << 8) + (0 if parameter.axis is None else rank)
-        )
+        part = 0 if parameter.axis is None else rank
+        # 32 bits, because that is all that a CPU's generator takes of its seed.
+        generator = torch.Generator(device).manual_seed(crc32(f"{seed} {part} {name}".encode()))
         weights[name] = filled(torch.empty(shape, dtype=dtype, device=device), name, parameter.nonzero, generator)
     return weights
 
