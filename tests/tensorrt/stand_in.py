@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from emission import REFERENCES, RecordedPlugins, logical, rtx
 from interpreter import Interpreter
@@ -44,6 +45,7 @@ class StandIn:
             __version__=VERSION,
             Builder=lambda log: Builder(self, self.rtx.module.Builder(log)),
             Runtime=lambda log: Runtime(self, log),
+            Refitter=lambda cuda_engine, log: Refitter(self, cuda_engine),
         )
 
     def tensorrt(self) -> TensorRT:
@@ -90,7 +92,8 @@ class Builder:
         ticket = len(self.stand_in.networks)
         # The builder must outlive its network.
         self.stand_in.networks.append(((network, self), self.stand_in.waiting.pop(0), self.profiles))
-        return json.dumps({"magic": MAGIC, "ticket": ticket}).encode()
+        stripped = config.get_flag(self.stand_in.module.BuilderFlag.STRIP_PLAN)
+        return json.dumps({"magic": MAGIC, "ticket": ticket, "stripped": stripped}).encode()
 
 
 class Runtime:
@@ -101,18 +104,23 @@ class Runtime:
 
     def deserialize_cuda_engine(self, content: Any) -> Any:
         try:
-            ticket = json.loads(bytes(content))["ticket"]
+            plan = json.loads(bytes(content))
         except ValueError:
             severity = self.stand_in.module.ILogger.Severity.ERROR
             self.log.log(
                 severity, "deserializeCudaEngine: Error Code 1: Serialization (magicTag is wrong. In f at /x:1)"
             )
             return None
-        return CudaEngine(self.stand_in, *self.stand_in.networks[ticket])
+        cuda_engine = CudaEngine(self.stand_in, *self.stand_in.networks[plan["ticket"]])
+        cuda_engine.plan, cuda_engine.stripped = plan, plan["stripped"]
+        return cuda_engine
 
 
 class CudaEngine:
     """Stands for ICudaEngine."""
+
+    stripped = False
+    plan: dict[str, Any]
 
     def __init__(self, stand_in: StandIn, network: Any, plugins: KeptPlugins, profiles: list[Any]) -> None:
         self.stand_in, self.plugins, self.profiles = stand_in, plugins, profiles
@@ -142,10 +150,39 @@ class CudaEngine:
     def get_weight_streaming_automatic_budget(self) -> int:
         return 7
 
+    def create_serialization_config(self) -> Any:
+        return SimpleNamespace(clear_flag=lambda flag: self.plan.update(excludes=flag.name != "EXCLUDE_WEIGHTS"))
+
+    def serialize_with_config(self, settings: Any) -> bytes:
+        return json.dumps(self.plan | {"stripped": self.stripped or self.plan.pop("excludes", True)}).encode()
+
     def create_execution_context(self, strategy: Any) -> Any:
+        assert not self.stripped
         assert strategy == self.stand_in.module.ExecutionContextAllocationStrategy.USER_MANAGED
         self.stand_in.contexts.append(Context(self))
         return self.stand_in.contexts[-1]
+
+
+class Refitter:
+    """Stands for tensorrt.Refitter; the weights must be the very ones that the network was made with."""
+
+    def __init__(self, stand_in: StandIn, cuda_engine: CudaEngine) -> None:
+        self.stand_in, self.cuda_engine = stand_in, cuda_engine
+        self.weights = cuda_engine.plugins.emitter.named_weights
+        self.given: set[str] = set()
+
+    def get_all_weights(self) -> list[str]:
+        return list(self.weights) if self.cuda_engine.stripped else []
+
+    def set_named_weights(self, name: str, weights: Any) -> bool:
+        given, wanted = torch.from_numpy(np.array(weights.numpy())), self.weights[name].flatten()
+        fits = given.dtype == wanted.dtype and torch.equal(given, wanted)
+        self.given |= {name} if fits else set()
+        return fits
+
+    def refit_cuda_engine(self) -> bool:
+        self.cuda_engine.stripped = self.given != set(self.weights)
+        return not self.cuda_engine.stripped
 
 
 class Context:
@@ -236,9 +273,10 @@ INTERFACES: dict[str, type] = {
     "Runtime": Runtime,
     "ICudaEngine": CudaEngine,
     "IExecutionContext": Context,
+    "Refitter": Refitter,
 }
 #: What the stand-ins keep for themselves and for the tests.
 OWN = {
     "stand_in", "builder", "profiles", "log", "plugins", "network", "inputs", "outputs", "tensors", "cuda_engine", "profile",
-    "memory", "runs", "shapes", "addresses", "memory_of",
+    "memory", "runs", "shapes", "addresses", "memory_of", "stripped", "plan", "weights", "given",
 }  # fmt: skip

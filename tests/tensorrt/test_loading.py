@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import synthetic
+import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
 from emission import rtx
-from engine_pair import Pair
+from engine_pair import TOLERANCE, Pair, tokens
 from stand_in import Builder, CudaEngine
 
 from trtllm_replayssm import compat
-from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.tensorrt import engine as loading
+from trtllm_replayssm.runtime.tensorrt import refit as refitting
 
 # ---- what loading refuses --------------------------------------------------------------------------------------------
 
@@ -135,6 +139,28 @@ def test_a_build_that_is_stopped_leaves_nothing(small: Pair, monkeypatch: pytest
         small.build()
     assert {path.name: path.read_bytes() for path in small.folder.iterdir()} == before
     assert sorted(path.name for path in small.folder.parent.iterdir()) == ["checkpoint", "tensorrt"]
+
+
+def test_stripped_plans_are_given_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of a network that is only recorded."""
+    pair = Pair(tmp_path, plan=PlanOptions(strip_plan=True))
+    error = refused(pair, monkeypatch, "tensorrt holds plans without weights")
+    assert "trtllm-replayssm refit" in error.hint
+    monkeypatch.setattr(refitting, "load_tensorrt", lambda flavours: pair.stand_in.tensorrt())
+    full, folders = tmp_path / "full", ["--checkpoint_dir", str(pair.source), "--engine_dir", str(pair.folder)]
+    assert main(["refit", *folders, "--output_dir", str(full)]) == 0
+    session = Session(Engine.load(full, device="cpu"))
+    expected = Session(pair.embedded).prefill(0, tokens(1, 9, 0)[0])
+    torch.testing.assert_close(session.prefill(0, tokens(1, 9, 0)[0]), expected, **TOLERANCE)
+    with pytest.raises(EngineError, match="full has its weights"):
+        refitting.refit_engine(pair.source, full, tmp_path / "again")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(tmp_path, synthetic.decoder(synthetic.LAYERS[:1]), plan=PlanOptions(strip_plan=True))
+    other = synthetic.write_checkpoint(tmp_path / "other", synthetic.decoder(synthetic.LAYERS[:2]))
+    with pytest.raises(CheckpointError, match=r"other is not of the model that .*tensorrt was built for"):
+        refitting.refit_engine(other, pair.folder, tmp_path / "full")
 
 
 def test_weight_streaming_has_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

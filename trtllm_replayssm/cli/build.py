@@ -83,7 +83,7 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the plan tells profilers of its layers",
     )
     group.add_argument(
-        "--strip_plan", action="store_true", help="leave the weights out of the plan; loading puts them back"
+        "--strip_plan", action="store_true", help="leave the weights out of the plan; refit puts them back"
     )
     group.add_argument(
         "--weight_streaming", action="store_true", help="weights that do not fit into the GPU stay on the host"

@@ -19,6 +19,7 @@ from trtllm_replayssm.errors import UserError
 COMMANDS = {
     "convert": "make a TensorRT-LLM checkpoint from a Hugging Face folder",
     "build": "build an engine folder from a checkpoint",
+    "refit": "put weights into a TensorRT engine that was built without them",
     "generate": "generate text with an engine",
     "bench": "measure throughput and latency of an engine",
     "serve": "serve an engine with Triton Inference Server and OpenAI's interface",

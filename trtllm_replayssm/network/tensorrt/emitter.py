@@ -26,6 +26,9 @@ class Emitter:
         self.tensorrt, self.trt, self.network = tensorrt, tensorrt.module, network
         self.scope = "step"
         self._memory: dict[tuple, tuple[torch.Tensor, Tensor]] = {}
+        #: Memory behind the constants, by the name that a refit knows it by, and the names by address.
+        self.named_weights: dict[str, torch.Tensor] = {}
+        self.weight_names: dict[int, str] = {}
         #: Sizes of every network input by name; dynamic ones by their symbol.
         self.inputs: dict[str, tuple[int | str, ...]] = {}
         #: Scope and kind of every plugin layer, in order; a cut network holds none of them.
@@ -82,9 +85,18 @@ class Emitter:
         if key not in self._memory:
             if not value.is_contiguous() or value.device.type != "cpu":
                 raise ValueError(f"constants are dense and on the CPU, this one is {value.stride()} on {value.device}")
-            weights = self.trt.Weights(self.tensorrt.dtype(value.dtype), value.data_ptr(), value.numel())
-            self._memory[key] = value, self.added(self.network.add_constant(shape, weights), "constant")
+            weights = self.weights_of(value)
+            layer = self.named(self.network.add_constant(shape, weights), "constant")
+            self._memory[key] = value, layer.get_output(0)
+            # The name belongs to the memory, and is given to the constants over it that exist: constants of other shapes too.
+            name = self.weight_names.setdefault(value.data_ptr(), f"{self.scope}/weights_{len(self.weight_names)}")
+            self.network.set_weights_name(weights, name)
+            self.named_weights[name] = value
         return self._memory[key][1]
+
+    def weights_of(self, value: torch.Tensor) -> Any:
+        """The tensor's own memory as TensorRT describes it."""
+        return self.trt.Weights(self.tensorrt.dtype(value.dtype), value.data_ptr(), value.numel())
 
     def is_constant(self, x: Tensor) -> bool:
         return any(tensor is x for _, tensor in self._memory.values())

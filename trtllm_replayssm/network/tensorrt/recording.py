@@ -139,6 +139,9 @@ class RecordedNetwork:
         self.network_inputs.append(RecordedTensor(name, dtype, tuple(shape), is_network_input=True))
         return self.network_inputs[-1]
 
+    def set_weights_name(self, weights: Any, name: str) -> bool:
+        return True
+
     def mark_output(self, tensor: RecordedTensor) -> None:
         tensor.is_network_output = True
         self.network_outputs.append(tensor)

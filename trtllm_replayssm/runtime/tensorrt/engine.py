@@ -66,6 +66,8 @@ def load_plans(
     """
     tensorrt = load_tensorrt(("tensorrt",))
     check_machine(folder, record, tensorrt, device)
+    if record.stripped:
+        raise EngineError(f"{folder} holds plans without weights", "put them back with: trtllm-replayssm refit")
     paths = {plan: folder / plan_file(rank, plan) for plan in plan_models(config)}
     check_files(folder, record)
     sizes = sum(record.files[path.name] for path in paths.values())
@@ -110,8 +112,6 @@ def check_machine(folder: Path, record: PlanRecord, tensorrt: TensorRT, device: 
             f"{folder} was built for compute capability {record.compute_capability}, and {device} has {found}",
             "build it again on a GPU of the kind that is to run it",
         )
-    if record.stripped:
-        raise EngineError(f"{folder} holds plans without weights", "put them back with: trtllm-replayssm refit")
 
 
 def found_capability(folder: Path, device: torch.device) -> tuple[int, int]:

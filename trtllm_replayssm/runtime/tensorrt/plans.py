@@ -141,9 +141,7 @@ def write_plans(
                 file.write(content)
             # What one plan measured is not measured again for the next.
             settings = replace(settings, input_timing_cache=settings.output_timing_cache or settings.input_timing_cache)
-        if kept := state_weights(config, load_rank(checkpoint_dir, rank)):
-            save_file({name: weight.contiguous() for name, weight in kept.items()}, folder / state_file(rank))
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        write_state(checkpoint_dir, config, rank, folder)
     record = PlanRecord(
         tensorrt_version=target.tensorrt.version_text,
         compute_capability="{}.{}".format(*target.capability),
@@ -153,7 +151,18 @@ def write_plans(
         just_in_time=options.debug_plugins,
         stripped=options.plan.strip_plan,
         weight_streaming=options.plan.weight_streaming,
-        files=files,
     )
+    return recorded(replace(config, fingerprint=digest.hexdigest()), record, folder)
+
+
+def write_state(checkpoint_dir: Path, config: EngineConfig, rank: int, folder: Path) -> None:
+    """Write the few weights that a session needs besides the plans, where there are any."""
+    if kept := state_weights(config, load_rank(checkpoint_dir, rank)):
+        save_file({name: weight.contiguous() for name, weight in kept.items()}, folder / state_file(rank))
+
+
+def recorded(config: EngineConfig, record: PlanRecord, folder: Path) -> EngineConfig:
+    """The config with the record of the plans that ``folder`` holds, and their sizes."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     rank_bytes = tuple(files[engine_file(rank)] for rank in range(config.world_size))
-    return replace(config, tensorrt=record, fingerprint=digest.hexdigest(), rank_bytes=rank_bytes)
+    return replace(config, tensorrt=replace(record, files=files), rank_bytes=rank_bytes)
