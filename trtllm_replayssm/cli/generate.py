@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="who computes the recurrent layers: the CUDA kernels, plain torch, or the fastest that the device has",
     )
+    parser.add_argument(
+        "--no_cuda_graphs",
+        action="store_true",
+        help="launch every kernel of a decode step by itself; the output is the same (also: TRTLLM_REPLAYSSM_CUDA_GRAPHS=0)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,6 +130,7 @@ def generate(args: argparse.Namespace) -> int:
         plugin_impl=args.plugin_impl,
         speculation=speculation,
         prefix_cache_bytes=round(args.prefix_cache_gib * 2**30),
+        cuda_graphs=False if args.no_cuda_graphs else None,
     )
     reports = llm.engine.rank == 0
     streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1
