@@ -5,11 +5,28 @@
 // A thread owns VECTOR channels of up to CHUNK tokens of a row. Threads of later chunks find the taps before their first
 // token in x; those of the first chunk find them in the ring, and being the only ones to read the ring also write it.
 //
-// Macros: ACT, WEIGHT (element types), CHANNELS, KERNEL, CONV_ROWS, SILU, BIAS (0 or 1), VECTOR, CHUNK.
+// With one token a row the weights are as many bytes as everything else, so that they too are loaded in vectors: all taps of a
+// channel at once where ALIGNED (1) says that they start where such a vector may.
+//
+// Macros: ACT, WEIGHT (element types), CHANNELS, KERNEL, CONV_ROWS, SILU, BIAS (0 or 1), VECTOR, CHUNK, ALIGNED.
 #include "scalars.cuh"
 #include "step.cuh"
 
 typedef vec<ACT, VECTOR> Channels;
+
+// Elements of WEIGHT that are loaded at once.
+constexpr int TAPS = ALIGNED ? KERNEL : 1, SHIFTS = ALIGNED ? VECTOR : 1;
+
+// N floats from as many elements, TOGETHER at a time.
+template <int TOGETHER, int N>
+__device__ __forceinline__ void load_floats(const WEIGHT* from, float (&to)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += TOGETHER) {
+        const vec<WEIGHT, TOGETHER> loaded = *reinterpret_cast<const vec<WEIGHT, TOGETHER>*>(from + i);
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) to[i + j] = to_float(loaded.v[j]);
+    }
+}
 
 // A 0-tap convolution has no past; the array still needs a size.
 constexpr int PAST = KERNEL > 1 ? KERNEL - 1 : 1;
@@ -26,13 +43,10 @@ extern "C" __global__ void __launch_bounds__(128)
     ACT* y_row = y + i64(blockIdx.y) * tokens * CHANNELS + channel;
     const i64 ring_slot = row.slot * ring_stride + channel;
 
-    float past[PAST][VECTOR], taps[KERNEL][VECTOR], shift[VECTOR];
+    float past[PAST][VECTOR], taps[VECTOR][KERNEL], shift[VECTOR] = {};
 #pragma unroll
-    for (int v = 0; v < VECTOR; ++v) {
-        shift[v] = BIAS ? to_float(bias[channel + v]) : 0.0f;
-#pragma unroll
-        for (int k = 0; k < KERNEL; ++k) taps[k][v] = to_float(weight[i64(channel + v) * KERNEL + k]);
-    }
+    for (int v = 0; v < VECTOR; ++v) load_floats<TAPS>(weight + i64(channel + v) * KERNEL, taps[v]);
+    if constexpr (BIAS) load_floats<SHIFTS>(bias + channel, shift);
 #pragma unroll
     for (int k = 0; k < KERNEL - 1; ++k) {
         const int token = first - (KERNEL - 1) + k, position = row.committed + token;
@@ -59,10 +73,10 @@ extern "C" __global__ void __launch_bounds__(128)
                 float sum = shift[v];
 #pragma unroll
                 for (int k = 0; k < KERNEL - 1; ++k) {
-                    sum += taps[k][v] * past[k][v];
+                    sum += taps[v][k] * past[k][v];
                     past[k][v] = k + 1 < KERNEL - 1 ? past[k + 1][v] : newest;
                 }
-                sum += taps[KERNEL - 1][v] * newest;
+                sum += taps[v][KERNEL - 1] * newest;
                 out.v[v] = from_float<ACT>(SILU ? silu(sum) : sum);
             }
         }

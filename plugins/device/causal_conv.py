@@ -10,7 +10,8 @@ from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 
 BLOCK = 128
-#: Tokens of a row that one thread convolves; a longer prefill is divided among blocks.
+#: Tokens of a row that one thread convolves; a longer prefill is divided among blocks. A step of one token is compiled by
+#: itself, because registers for several would keep blocks out.
 CHUNK = 32
 
 
@@ -23,8 +24,10 @@ def launch_record(
     tokens: int,
     x_stride: int,
     ring_stride: int,
+    aligned: bool = True,
 ) -> Launch:
-    vector = vector_width(a.channels, x_stride, ring_stride, activation)
+    """aligned: the weights start on 16 bytes, as tensors of TensorRT and fresh torch tensors do."""
+    vector, chunk = vector_width(a.channels, x_stride, ring_stride, activation), 1 if tokens == 1 else CHUNK
     defines = (
         ("ACT", CUDA_TYPES[activation]),
         ("WEIGHT", CUDA_TYPES[weight]),
@@ -34,10 +37,12 @@ def launch_record(
         ("SILU", int(a.silu)),
         ("BIAS", int(bias)),
         ("VECTOR", vector),
-        ("CHUNK", CHUNK),
+        ("CHUNK", chunk),
+        # A vector has a power of two of elements.
+        ("ALIGNED", int(aligned and a.kernel.bit_count() == 1)),
     )
     kernel = Kernel("causal_conv.cu", "causal_conv", BLOCK, defines)
-    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // CHUNK))
+    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // chunk))
     return Launch(kernel, grid, (tokens, x_stride, ring_stride))
 
 
@@ -54,7 +59,8 @@ def causal_conv(
     rows, tokens, channels = x.shape
     y = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
     strides = token_stride(x), slot_stride(conv_ring)
-    record = launch_record(attributes, x.dtype, weight.dtype, bias is not None, rows, tokens, *strides)
+    aligned = all(t.data_ptr() % 16 == 0 for t in (weight, bias) if t is not None)
+    record = launch_record(attributes, x.dtype, weight.dtype, bias is not None, rows, tokens, *strides, aligned)
     launch(record, (x, weight, bias, step, conv_ring), (y, conv_ring))
     return y
 
