@@ -10,8 +10,7 @@ from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 
 BLOCK = 128
-#: Tokens of a row that one thread convolves; a longer prefill is divided among blocks. A step of one token is compiled by
-#: itself, because registers for several would keep blocks out.
+#: Tokens of a row that one thread convolves; a longer prefill is divided among blocks.
 CHUNK = 32
 
 
@@ -27,7 +26,7 @@ def launch_record(
     aligned: bool = True,
 ) -> Launch:
     """aligned: the weights start on 16 bytes, as tensors of TensorRT and fresh torch tensors do."""
-    vector, chunk = vector_width(a.channels, x_stride, ring_stride, activation), 1 if tokens == 1 else CHUNK
+    vector = vector_width(a.channels, x_stride, ring_stride, activation)
     defines = (
         ("ACT", CUDA_TYPES[activation]),
         ("WEIGHT", CUDA_TYPES[weight]),
@@ -37,12 +36,12 @@ def launch_record(
         ("SILU", int(a.silu)),
         ("BIAS", int(bias)),
         ("VECTOR", vector),
-        ("CHUNK", chunk),
+        ("CHUNK", CHUNK),
         # A vector has a power of two of elements.
         ("ALIGNED", int(aligned and a.kernel.bit_count() == 1)),
     )
     kernel = Kernel("causal_conv.cu", "causal_conv", BLOCK, defines)
-    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // chunk))
+    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // CHUNK))
     return Launch(kernel, grid, (tokens, x_stride, ring_stride))
 
 
