@@ -1,0 +1,245 @@
+"""The benchmark's parts that need no GPU: bytes, cursors, checks against the reference, results, files of the peers."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+# Behind everything else: the package is to be found where it is installed.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import __main__ as command
+from benchmarks import measure, ours, problem, report
+from benchmarks.cases import MODELS, Case, DeltaModel, Mamba2Model
+from benchmarks.peers import fetch, loader
+from benchmarks.subject import Subject, Unavailable, Unsuited
+from trtllm_replayssm.errors import UserError
+
+SMALL = {
+    "mamba2": Mamba2Model(4, 16, 32, 2),
+    "gated_delta": DeltaModel(2, 4, dim=16),
+    "kda": DeltaModel(2, 2, per_channel=True, dim=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    for module in (problem, ours, sys.modules["benchmarks.subject"]):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    for kind, shape in SMALL.items():
+        monkeypatch.setitem(MODELS[kind], "small", shape)
+    measure.checked.cache_clear()
+    measure.expected.cache_clear()
+
+
+def case(
+    kind: str = "mamba2", tokens: int = 1, model: str = "small", state: torch.dtype = torch.float32, batch: int = 2
+):
+    return Case(kind, model, batch, tokens, state)
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_layer_that_can_be_counted_by_hand():
+    """Nemotron-3 Nano: 64 heads of 64 x 128 in float32 are 2 MiB; a ring row is x and B in 16 bits and dt."""
+    nano = case(model="nemotron-3-nano", batch=1)
+    row, token = (64 * 64 + 8 * 128) * 2 + 64 * 4, (2 * 64 * 64 + 2 * 8 * 128 + 64) * 2
+    assert nano.step_bytes(0) == (2 << 20) + row + token
+    assert nano.step_bytes(15) == 2 * (2 << 20) + 15 * row + token
+    assert nano.standard_bytes() == nano.standard.step_bytes(0) == 2 * (2 << 20) + token
+    mean = (2 << 20) * (1 + 1 / 16) + 7.5 * row + 15 / 16 * row + token
+    assert nano.replay_bytes() == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_a_cycle_ends_with_its_only_fold(kind, tokens):
+    cycle = case(kind, tokens).cycle()
+    assert len(cycle) == 16 // tokens
+    assert [case(kind, tokens).folds(h) for h in cycle] == [False] * (len(cycle) - 1) + [True]
+
+
+# ---- subjects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("tokens", [1, 4, 8, 40])
+def test_ours_agrees_with_the_reference(kind, tokens, monkeypatch):
+    """Through the benchmark's own cursors, over two cycles, with tokens rejected."""
+    monkeypatch.setattr(problem, "ACTIVATION", torch.float32)
+    monkeypatch.setattr(ours, "ACTIVATION", torch.float32)
+    assert measure.checked(case(kind, tokens), ours.Replay) < 1e-5
+    if tokens == 1:
+        assert measure.checked(case(kind, tokens), ours.Standard) < 1e-5
+    else:
+        with pytest.raises(Unsuited):
+            measure.checked(case(kind, tokens), ours.Standard)
+
+
+def test_cursors_of_a_fold_are_those_of_advance():
+    subject = ours.Replay([problem.Problem.random(case(tokens=4))])
+    subject.place([16, 4])
+    committed, folded, fold_to = subject.step_info[:, 1:4].unbind(1)
+    assert (committed - folded).tolist() == [16, 4] and (fold_to - folded).tolist() == [16, 0]
+    subject.place([16])
+    subject.commit(3)
+    assert subject.histories == [3] and subject.folded == 1016
+
+
+class Wrong(ours.Replay):
+    def step(self, layer, i):
+        return super().step(layer, i) * 1.1
+
+
+def test_wrong_outputs_are_not_timed():
+    with pytest.raises(Unavailable, match="its outputs are wrong"):
+        measure.checked(case(), Wrong)
+
+
+class Broken(Subject):
+    def __init__(self, problems):
+        raise RuntimeError("no such kernel\nand more")
+
+    step = bytes = None
+
+
+def test_what_cannot_be_measured_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 1}))
+    Broken.__abstractmethods__ = frozenset()
+    subjects = {"ours": ours.Replay, "wrong": Wrong, "broken": Broken, "unsuited": ours.Standard}
+    results = {r.subject: r for r in measure.measure(case(tokens=4), subjects, None, 1.0)}
+    assert set(results) == {"ours", "wrong", "broken"}
+    assert results["ours"].unavailable is None and results["ours"].error < 1e-2
+    assert results["broken"].unavailable == "RuntimeError: no such kernel"
+    text = report.tables(list(results.values()))
+    assert "broken: mamba2, T = 4, float32 | RuntimeError: no such kernel" in text
+    assert "TensorRT-LLM" in text
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def some_run() -> report.Run:
+    results = []
+    for batch, us in ((1, 5.0), (64, 50.0)):
+        shared = {"kind": "mamba2", "model": "nemotron-3-nano", "state": "float32", "batch": batch, "tokens": 1}
+        one = measure.Result(
+            **shared, subject=report.OURS, us=us, by_history={0: us, 15: 2 * us}, mixed_us=us, bytes=1e6
+        )
+        one.gb_s, one.of_floor = one.bytes / us * 1e-3, 0.5
+        results += [one, measure.Result(**shared, subject="vllm", us=2 * us, by_history={0: 2 * us}, bytes=2e6)]
+    return report.Run({"gpu": "none"}, 4.0, results)
+
+
+def test_results_survive_a_file(tmp_path):
+    run = some_run()
+    run.write(tmp_path / "new" / "results.json")
+    assert report.Run.read(tmp_path / "new" / "results.json") == run
+    assert json.loads((tmp_path / "new" / "results.json").read_text())["schema_version"] == report.SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"schema_version": 0}'])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(UserError):
+        report.Run.read(path)
+
+
+def test_table_shows_times_and_multiples_of_ours():
+    text = report.tables(some_run().results)
+    assert "| batch | us | GB/s | of floor | fold | mixed | vllm |" in text
+    assert "| 64 | 50.0 | 20 | 50% | 100.0 | 50.0 | 100.0 (2.00) |" in text
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots import plot
+
+    (path,) = plot(some_run(), tmp_path)
+    assert path.name == "mamba2-nemotron-3-nano.png" and path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- peers and commands ----------------------------------------------------------------------------------------------
+
+
+def archives(folder: Path) -> list[Path]:
+    """A wheel and a source archive with one wanted file, one other, and one that would leave the folder."""
+    names = ["pkg/kernel.py", "pkg/other.txt", "pkg/../../evil.py"]
+    with zipfile.ZipFile(folder / "pkg-1-py3-none-any.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(name, "text")
+    with tarfile.open(folder / "pkg-1.tar.gz", "w:gz") as source:
+        for name in names:
+            member = tarfile.TarInfo(f"pkg-1/{name}")
+            member.size = 4
+            source.addfile(member, io.BytesIO(b"text"))
+    return [folder / "pkg-1-py3-none-any.whl", folder / "pkg-1.tar.gz"]
+
+
+def test_only_wanted_files_are_unpacked(tmp_path):
+    for number, archive in enumerate(archives(tmp_path)):
+        target = tmp_path / str(number)
+        assert fetch.unpack(archive, r".*\.py$", target) == 1
+        assert [p.relative_to(target).as_posix() for p in target.rglob("*.py")] == ["pkg/kernel.py"]
+        assert not list(tmp_path.glob("evil.py"))
+        with pytest.raises(UserError, match="has none of the files"):
+            fetch.unpack(archive, "nothing", target)
+
+
+def test_a_module_is_loaded_without_its_package(tmp_path, monkeypatch):
+    """Of the packages around it no __init__ runs; framework modules are stand-ins."""
+    folder = tmp_path / "peer_pkg" / "ops"
+    folder.mkdir(parents=True)
+    for init in (tmp_path / "peer_pkg" / "__init__.py", folder / "__init__.py"):
+        init.write_text("raise RuntimeError")
+    (folder / "helper.py").write_text("two = 2")
+    (folder / "kernel.py").write_text(
+        "from peer_pkg.ops.helper import two\nfrom peer_pkg.env import one\nthree = one + two"
+    )
+    (folder / "needy.py").write_text("import a_module_that_is_nowhere")
+    monkeypatch.setattr(loader, "_folder", tmp_path)
+    loader.package("peer_pkg.env", one=1)
+    assert loader.load("peer_pkg.ops.kernel").three == 3
+    with pytest.raises(Unavailable, match="a_module_that_is_nowhere"):
+        loader.load("peer_pkg.ops.needy")
+    monkeypatch.setattr(loader, "_folder", tmp_path / "missing")
+    for load in (loader.load, loader.whole):
+        with pytest.raises(Unavailable, match="python -m benchmarks fetch"):
+            load("peer_pkg.ops.kernel")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mamba2"], "needs a CUDA GPU"),
+        (["conv"], "needs a CUDA GPU"),
+        (["fetch", "--only", "nobody"], "no peer 'nobody'"),
+        (["plot", "nowhere.json"], "no result of a benchmark"),
+        (["prebuild", "--peers", "nowhere"], "no folder nowhere|is needed to compile"),
+    ],
+)
+def test_commands_say_what_is_wrong(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    assert command.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    assert any(part in error for part in message.split("|"))
+
+
+def test_all_means_every_kind_and_only_whole_models():
+    options = command.parse(["all", "--batch", "1", "--verify_batch", "2", "--tokens", "1", "4", "--state", "float32"])
+    found = {(c.kind, c.model, c.tokens, c.batch) for c in command.cases(options)}
+    assert {kind for kind, *_ in found} == {"mamba2", "gated_delta", "kda"}
+    assert ("mamba2", "nemotron-3-super", 1, 1) in found and ("kda", "kimi-linear", 4, 2) in found
+    assert ("gated_delta", "qwen3.5-35b", 2048, 8) in found and not any("tp8" in model for _, model, *_ in found)
