@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trtllm_replayssm.cli.options import path_argument
 from trtllm_replayssm.cli.serving import add_serving_arguments, serving_options
+from trtllm_replayssm.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tritonserver", type=path_argument, help="the server's program; by default it is looked for")
     parser.add_argument("--startup_timeout", type=float, default=600.0, help="seconds that loading the engine may take")
     parser.add_argument(
+        "--exit_timeout", type=int, default=5, help="seconds that running requests get when the server is told to stop"
+    )
+    parser.add_argument(
         "--triton_option",
         action="append",
         default=[],
@@ -38,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.triton.serving import Deployment, serve
 
     options = serving_options(args)
+    if args.exit_timeout < 0 or args.startup_timeout <= 0:
+        raise UserError("--exit_timeout must be 0 or more, and --startup_timeout more than 0")
     ports = {name: getattr(args, f"{name}_port") for name in ("http", "grpc", "metrics", "openai")}
     with tempfile.TemporaryDirectory(prefix="trtllm-replayssm-") as folder:
         deployment = Deployment(
@@ -47,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             model=args.served_model_name or args.engine_dir.resolve().name,
             tritonserver=args.tritonserver,
             startup_timeout=args.startup_timeout,
+            exit_timeout=args.exit_timeout,
             triton_options=tuple(args.triton_option),
             verbose=args.log_level in ("debug", "verbose"),
         )

@@ -5,3 +5,6 @@ them, ``replies`` writes responses. ``model`` runs inside Triton's python backen
 ``installation`` and ``server`` run on the other side: they find a Triton server and keep it.
 Nothing here computes tokens, and nothing outside imports Triton's modules.
 """
+
+#: Environment variable with the name of a file, into which the model writes the id of its process when it is ready.
+MODEL_FILE_VARIABLE = "TRTLLM_REPLAYSSM_MODEL_FILE"

@@ -20,6 +20,7 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.request import check_request
 from trtllm_replayssm.runtime.stepping import SteppingThread
+from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
 from trtllm_replayssm.triton.asks import Arrays, asks_to_stop, read_ask
 from trtllm_replayssm.triton.delivery import Delivery
 from trtllm_replayssm.triton.metrics import Metrics, TritonMeters
@@ -73,6 +74,8 @@ class TritonPythonModel:
         self.stepping.start()
         self.delivery.start()
         self.serving = True
+        if file := os.environ.get(MODEL_FILE_VARIABLE):
+            Path(file).write_text(str(os.getpid()), encoding="ascii")
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:

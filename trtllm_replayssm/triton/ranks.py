@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.outputs import RequestId, Update
-from trtllm_replayssm.runtime.ranks import join_group, rank_main, receive
+from trtllm_replayssm.runtime.ranks import join_group, lost_ranks, rank_main, receive
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.triton.options import ServingOptions
@@ -112,8 +112,9 @@ class LeadingScheduler:
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Update]:
-        self.ranks.tell("step")
-        return self.scheduler.step()
+        with lost_ranks(len(self.ranks.processes) + 1):
+            self.ranks.tell("step")
+            return self.scheduler.step()
 
     def abandon(self) -> None:
         """The ranks are about to end; nothing is told any more."""

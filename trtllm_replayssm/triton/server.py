@@ -22,12 +22,13 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from trtllm_replayssm.errors import EngineError, UserError
+from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
 from trtllm_replayssm.triton.installation import Installation
 
 log = logging.getLogger(__name__)
 
-#: Seconds that running requests get when the server is told to end, and that it gets after that.
-EXIT_TIMEOUT, KILL_AFTER = 3, 10.0
+#: Seconds that the server gets to end after those that running requests get.
+KILL_AFTER = 10.0
 #: Lines of the server's log that are kept for an explanation.
 KEPT_LINES = 200
 SHARED_MEMORY = Path("/dev/shm")
@@ -87,14 +88,20 @@ class TritonServer:
         repository: Path,
         ports: Ports,
         more: Sequence[str] = (),
+        exit_timeout: int = 5,
         verbose: bool = False,
     ) -> None:
-        """more: further options of tritonserver. verbose: show its log. Raises UserError when it cannot be started."""
-        self.ports, self.verbose = ports, verbose
+        """more: further options of tritonserver. exit_timeout: seconds that running requests get when it is ended. verbose:
+        show its log. Raises UserError when it cannot be started.
+        """
+        self.ports, self.exit_timeout, self.verbose = ports, exit_timeout, verbose
         #: Two servers of one machine must not share memory.
         self.prefix = f"trtllm_replayssm_{os.getpid()}_{time.monotonic_ns()}_"
+        #: Where the model writes the id of its process.
+        self.model_file = repository.parent / "model.pid"
+        self.environment = {**os.environ, **installation.environment, MODEL_FILE_VARIABLE: str(self.model_file)}
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        command = [
+        self.command = [
             str(installation.executable),
             f"--model-repository={repository}",
             *(f"--{name}-address={ports.host}" for name in ("http", "grpc", "metrics")),
@@ -102,17 +109,22 @@ class TritonServer:
             f"--grpc-port={ports.grpc}",
             f"--metrics-port={ports.metrics}",
             f"--backend-config=python,shm-region-prefix-name={self.prefix}",
-            f"--exit-timeout-secs={EXIT_TIMEOUT}",
+            f"--exit-timeout-secs={exit_timeout}",
             *([] if has_gpu() else ["--allow-gpu-metrics=false"]),
             *installation.options,
             *more,
         ]
-        log.debug("%s", " ".join(command))
+        self.start()
+
+    def start(self) -> None:
+        """Raises UserError when the program cannot be run."""
+        log.debug("%s", " ".join(self.command))
+        self.model_file.unlink(missing_ok=True)
         try:
             # In a session of its own: signals of the terminal come to us alone, and we end it in good order.
             self.process = subprocess.Popen(
-                command,
-                env={**os.environ, **installation.environment},
+                self.command,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -122,7 +134,7 @@ class TritonServer:
                 preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
         except OSError as error:
-            raise UserError(f"{installation.executable} cannot be started: {error.strerror or error}") from None
+            raise UserError(f"{self.command[0]} cannot be started: {error.strerror or error}") from None
         self.reader = Thread(target=self.read, name="tritonserver-log", daemon=True)
         self.reader.start()
 
@@ -161,19 +173,37 @@ class TritonServer:
         """Why it ended, by its log."""
         text = "\n".join(self.lines)
         for pattern in REASONS:
-            if found := re.findall(pattern, text):
+            if found := re.findall(pattern, text, re.MULTILINE):
                 return str(found[-1]).strip()
         return self.lines[-1] if self.lines else f"it ended with status {self.process.returncode} without a word"
 
+    def lives(self) -> bool:
+        """Whether the server runs, and the model in it: Triton does not start a model's process a second time."""
+        if self.process.poll() is not None:
+            return False
+        try:
+            # A process that has ended stays a zombie, because Triton never asks for it.
+            state = Path("/proc", self.model_file.read_text(), "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in ("Z", "X")
+
+    def restart(self, seconds: float) -> None:
+        """End what is left of it, and start it again with the same ports. Raises EngineError as wait_until_ready does."""
+        self.close()
+        self.start()
+        self.wait_until_ready(seconds)
+
     def close(self) -> None:
         """End the server and every process that it started, and remove what they leave in shared memory."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(EXIT_TIMEOUT + KILL_AFTER)
-            except subprocess.TimeoutExpired:
-                log.warning("the Triton server did not end by itself and was killed")
-        kill_group(self.process.pid)
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                self.process.wait(self.exit_timeout + KILL_AFTER)
+        except subprocess.TimeoutExpired:
+            log.debug("the Triton server did not end by itself and was killed")
+        finally:
+            kill_group(self.process.pid)
         self.process.wait()
         self.reader.join(1)
         for left in SHARED_MEMORY.glob(f"*{self.prefix}*"):
@@ -181,7 +211,11 @@ class TritonServer:
 
 
 #: What tells why a server ended, the plainest first.
-REASONS = (r"UNAVAILABLE: Internal: (.*)", r"failed to load .*?: (.*)", r"error: (.*)", r"^E\d.*?\] \"?(.*?)\"?$")
+REASONS = (
+    r"failed to load .*?: Internal: (?:TritonModelException: )?(.*?)(?:\\n|\"$)",
+    r"^error: (.*)",
+    r"^E\d.*?\] \"?(.*?)\"?$",
+)
 LOG_HINT = "add --log_level debug to see the server's log"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,8 +21,10 @@ log = logging.getLogger(__name__)
 
 #: What ends a server in the ordinary way.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Seconds between looks whether the Triton server is still there, and that open connections get at the end.
-WATCH_PERIOD, CLOSE_SECONDS = 0.5, 1.0
+#: Seconds between looks whether the Triton server is still there.
+WATCH_PERIOD = 0.5
+#: A server that lives no longer than so many seconds is not started again.
+SHORT_LIFE = 2.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Deployment:
     model: str
     tritonserver: Path | None = None
     startup_timeout: float = 600.0
+    exit_timeout: int = 5
     triton_options: tuple[str, ...] = ()
     verbose: bool = False
 
@@ -55,7 +59,8 @@ def serve(deployment: Deployment, work_folder: Path) -> int:
     chosen = choose_ports(deployment.host, wanted)
     ports = Ports(deployment.host, chosen["http"], chosen["grpc"], chosen["metrics"])
     log.info("loading %s", engine)
-    with TritonServer(installation, repository, ports, deployment.triton_options, deployment.verbose) as server:
+    more, exit_timeout, verbose = deployment.triton_options, deployment.exit_timeout, deployment.verbose
+    with TritonServer(installation, repository, ports, more, exit_timeout, verbose) as server:
         server.wait_until_ready(deployment.startup_timeout)
         asyncio.run(attend(server, deployment, engine, chosen.get("openai")))
     log.info("stopped")
@@ -69,7 +74,7 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
         loop.add_signal_handler(signum, stop.set)
     if openai_port is None:
         announce(server.ports, None)
-        await watch(server, stop)
+        await watch(server, stop, deployment.startup_timeout)
         return
     from aiohttp import web
 
@@ -82,22 +87,29 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
         Front(engine, deployment.model, backend).app(),
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=CLOSE_SECONDS,
+        shutdown_timeout=deployment.exit_timeout,
     )
     try:
         await runner.setup()
         await web.TCPSite(runner, deployment.host, openai_port).start()
         announce(server.ports, openai_port, deployment.model)
-        await watch(server, stop)
+        await watch(server, stop, deployment.startup_timeout)
     finally:
         await runner.cleanup()
         await backend.close()
 
 
-async def watch(server: TritonServer, stop: asyncio.Event) -> None:
+async def watch(server: TritonServer, stop: asyncio.Event, startup_timeout: float) -> None:
+    """Until a signal comes, start the server again when it, or the model in it, ends by itself; not time and again."""
+    ready = time.monotonic()
     while not stop.is_set():
-        if server.process.poll() is not None:
-            raise EngineError(f"the Triton server has ended: {server.reason()}")
+        if not server.lives():
+            if time.monotonic() < ready + SHORT_LIFE:
+                raise EngineError(f"the Triton server has ended soon after it was ready: {server.reason()}")
+            log.warning("the Triton server or its model has ended (%s) and is started again", server.reason())
+            await asyncio.to_thread(server.restart, startup_timeout)
+            ready = time.monotonic()
+            log.info("ready again")
         try:
             await asyncio.wait_for(stop.wait(), WATCH_PERIOD)
         except asyncio.TimeoutError:

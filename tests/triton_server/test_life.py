@@ -1,0 +1,143 @@
+"""The life of a server: starting, stopping, restarting, failing; speculation and several ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from served_engine import write_engine
+from serving import PATIENCE, Served, Stream, ask, serving
+
+from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("server_package")
+#: A prompt that repeats itself, so that its n-grams are worth something.
+PROMPT = [65, 66, 67, 68] * 6
+ASKED = {"input_ids": PROMPT, "request_output_len": 60}
+
+
+def gone(family: list[psutil.Process], prefix: str) -> bool:
+    """Whether the processes end, and nothing of them is left in shared memory."""
+    _, alive = psutil.wait_procs(family, PATIENCE)
+    return not alive and not list(Path("/dev/shm").glob(f"*{prefix}*"))
+
+
+def test_speculation_stopping_and_restarting(engine: Path, llm: LLM) -> None:
+    """Greedy tokens stay the same; a signal ends everything, and the next server has the same ports."""
+    wanted = llm.generate(PROMPT, SamplingParams(max_tokens=60)).outputs[0].token_ids  # type: ignore[union-attr]
+    options = ("--speculative_decoding_mode", "ngram", "--max_draft_len", "2")
+    with serving(engine, *options) as served:
+        answer = ask(served, ASKED | {"return_perf_metrics": True})
+        assert answer.tokens == wanted
+        drafted = int(answer.last["total_draft_tokens"].item())
+        metrics = served.settled()
+        assert metrics["replayssm_draft_tokens_total"] == drafted > 0
+        accepted = metrics["replayssm_accepted_draft_tokens_total"]
+        assert metrics["replayssm_draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+        family, ports = served.family(), served.ports
+        running = Stream(served, ASKED | {"request_output_len": 280, "streaming": True})
+        assert running.take()
+        assert served.stop(signal.SIGTERM) == 0
+        assert "stopped" in served.said and "error" not in served.said
+        assert gone(family, f"trtllm_replayssm_{served.process.pid}_")
+        # What runs when a server is stopped is finished when it can be in time, or ends with an error.
+        while running.take():
+            pass
+        assert running.answer.error or running.answer.finish_reason
+    with serving(engine, *options, ports=ports) as served:
+        assert served.ports == ports
+        assert ask(served, ASKED).tokens == wanted
+        family = served.family()
+        assert served.stop(signal.SIGINT) == 0
+        assert gone(family, f"trtllm_replayssm_{served.process.pid}_")
+
+
+def test_two_ranks(tmp_path: Path, llm: LLM) -> None:
+    """Both ranks follow the same requests; when one is lost, clients are told, and the server starts again."""
+    engine = write_engine(tmp_path / "two", tp_size=2)
+    work = [([70 + i] * (1 + 5 * i), 20 + i) for i in range(10)]
+    expected = llm.generate([prompt for prompt, _ in work], [SamplingParams(max_tokens=count) for _, count in work])
+    with serving(engine) as served:
+        streams = [Stream(served, {"input_ids": prompt, "request_output_len": count}) for prompt, count in work]
+        left = Stream(served, ASKED | {"request_output_len": 250, "streaming": True})
+        left.leave()
+        for stream, wanted in zip(streams, expected):
+            assert stream.finish().tokens == wanted.outputs[0].token_ids
+        ranks = [process for process in served.family() if "spawn_main" in " ".join(process.cmdline())]
+        assert len(ranks) == 1
+        running = Stream(served, ASKED | {"request_output_len": 280, "streaming": True})
+        assert running.take()
+        ranks[0].kill()
+        while running.take():
+            pass
+        assert "rank" in running.answer.error
+        wanted = llm.generate(PROMPT, SamplingParams(max_tokens=60)).outputs[0]  # type: ignore[union-attr]
+        assert served_again(served) == wanted.token_ids
+        assert "rank" in served.said and "ready again" in served.said
+        family = served.family()
+        assert served.stop() == 0
+        assert gone(family, f"trtllm_replayssm_{served.process.pid}_")
+
+
+PORTS = [item for name in ("http", "grpc", "metrics", "openai") for item in (f"--{name}_port", "0")]
+
+
+def served_again(served: Served) -> list[int]:
+    """The answer of the server when it has come back."""
+    deadline = time.monotonic() + 2 * PATIENCE
+    while True:
+        try:
+            status, data = served.generate("tensorrt_llm", ASKED)
+        except OSError as error:
+            status, data = 0, {"error": str(error)}
+        if status == 200:
+            return list(data["output_ids"])
+        assert time.monotonic() < deadline, data
+        time.sleep(0.2)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trtllm_replayssm", *arguments], capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+
+
+def test_a_port_in_use_is_one_sentence(engine: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = command("serve", "--engine_dir", str(engine), "--grpc_port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2:] == [
+        f"error: port {port} of 127.0.0.1 cannot be used: address already in use",
+        "hint: choose another with --grpc_port, or 0 for any",
+    ]
+
+
+def test_an_engine_that_cannot_be_loaded_is_one_sentence(engine: Path, tmp_path: Path) -> None:
+    """By its config before anything starts, by its weights when Triton's model says so."""
+    done = command("serve", "--engine_dir", str(tmp_path))
+    assert done.returncode == 1 and "config.json" in done.stderr and "Traceback" not in done.stderr
+    broken = Path(shutil.copytree(engine, tmp_path / "broken"))
+    os.truncate(broken / "rank0.engine", 1000)
+    done = command("serve", "--engine_dir", str(broken), *PORTS)
+    assert done.returncode == 1
+    assert "the Triton server could not start" in done.stderr and "rank0.engine" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = command("serve", "--engine_dir", str(engine), "--speculative_decoding_mode", "mtp", *PORTS)
+    assert done.returncode == 1 and "could not start" in done.stderr and "no multi-token prediction head" in done.stderr
+
+
+def test_a_program_that_is_no_server_is_one_sentence(engine: Path) -> None:
+    done = command("serve", "--engine_dir", str(engine), "--tritonserver", "/bin/false", *PORTS)
+    assert done.returncode == 1 and "could not start" in done.stderr
+    done = command("serve", "--engine_dir", str(engine), "--tritonserver", "/nonexistent", *PORTS)
+    assert done.returncode == 1 and "no program" in done.stderr
