@@ -15,7 +15,7 @@ from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 
 #: Keys that a block should have at least, and blocks that a device should be given.
-FEWEST_KEYS, BLOCKS_WANTED = 128, 528
+FEWEST_KEYS, BLOCKS_WANTED = 128, 264
 #: Most channels of a value that a block sums.
 MOST_VALUES = 256
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from harness import TOLERANCE, RowPlan, relative_error, step_tensor
 from torch import Tensor
 
+from trtllm_replayssm.network.cuda_backend import wide_linear
 from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
 
 NAN = float("nan")
@@ -228,6 +229,14 @@ def test_route(router, count, top_k, n_group, topk_group):
     assert torch.equal(indices.long(), want)
     share = scores.gather(1, want)
     assert relative_error(weights, share / share.sum(-1, keepdim=True) * 2.5) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 1024])
+def test_router_products_are_those_of_float32(tokens):
+    x, weight = randn(tokens, 2688), randn(128, 2688, dtype=torch.float32, seed=1) / 50
+    out = wide_linear(x, weight)
+    assert out.dtype == torch.float32
+    assert relative_error(out, x.double() @ weight.double().T) < TOLERANCE[torch.float32]
 
 
 def test_route_gives_experts_whatever_the_logits_are():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
@@ -29,6 +30,14 @@ GATES = ("silu", "sigmoid")
 
 class CudaNetwork(TorchNetwork):
     """See TorchNetwork. Sums and gates wait for the norm behind them (network.deferred)."""
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+
+    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        widened = isinstance(x, Cast) and x.pending and x.x.dtype == torch.bfloat16
+        if widened and weight.dtype == torch.float32 and bias is None:
+            return wide_linear(as_tokens(x.x), weight).view(*x.shape[:-1], -1)
+        return super()._linear(resolved(x), weight, bias)
 
     # ---- sums, gates and norms ---------------------------------------------------------------------------------------
 
@@ -137,6 +146,26 @@ class CudaNetwork(TorchNetwork):
         else:
             out = masked_experts(self, flat, chosen, share, up, down, activation, limit)
         return out.view(x.shape)
+
+
+#: Of float32 weights, the bfloat16 parts that ``wide_linear`` multiplies with.
+PARTS = WeakTensorKeyDictionary()
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight^T`` in float32 of bfloat16 x ``[tokens, in]`` and float32 weight ``[out, in]``, by tensor cores.
+
+    Three bfloat16 numbers hold the 24 bits of a float32 one, and the products are exact: this is the float32 product, only
+    summed in another order.
+    """
+    if weight not in PARTS:
+        parts, rest = [], weight
+        for _ in range(3):
+            parts.append(rest.bfloat16())
+            rest = rest - parts[-1].float()
+        PARTS[weight] = torch.cat(parts)
+    products = torch.mm(x, PARTS[weight].t(), out_dtype=torch.float32)
+    return products.view(len(x), 3, -1).sum(1)
 
 
 def as_tokens(x: Tensor) -> Tensor:
