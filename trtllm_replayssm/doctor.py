@@ -228,6 +228,5 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 #: Capabilities that no machine has yet.
 NOT_IN_THIS_VERSION: dict[str, str] = {
-    "TensorRT engine": "it builds the embedded flavour only",
     "Triton server": "it brings no Triton model repository",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu
 from lean_runtime import missing, tensorrt_bindings
 
 from trtllm_replayssm import compat
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.cli import phases
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import EngineError, UserError
-from trtllm_replayssm.runtime.build import engine_config
-from trtllm_replayssm.runtime.engine_config import BuildOptions
+from trtllm_replayssm.runtime import build as building
+from trtllm_replayssm.runtime.build import engine_config, read_checkpoint
+from trtllm_replayssm.runtime.engine_config import BuildOptions, EngineConfig
 from trtllm_replayssm.runtime.tensorrt.dry_run import dry_run, visualise
 
 OPTIONS = BuildOptions(max_batch_size=4, max_seq_len=125, max_draft_len=3, engine_flavour="tensorrt")
@@ -74,9 +77,6 @@ def test_a_builder_that_cannot_be_had_is_one_sentence() -> None:
 
 @pytest.mark.usefixtures("nothing_installed")
 def test_the_default_is_what_can_be_built_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtllm_replayssm.builders.checkpoint import CheckpointConfig
-    from trtllm_replayssm.runtime import build as building
-
     config = CheckpointConfig.read(checkpoint)
     assert engine_config(config, BuildOptions(engine_flavour="auto")).engine_flavour == "embedded"
     monkeypatch.setattr(building, "tensorrt_builds_here", lambda: True)
@@ -138,6 +138,29 @@ def test_folder_for_networks_that_cannot_be_made_is_refused(checkpoint: Path, tm
 def test_embedded_engines_have_no_network(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(checkpoint, tmp_path / "engine", "--dry_run", "--engine_flavour", "embedded") == 1
     assert "an embedded engine has no network to show" in capsys.readouterr().err
+
+
+def test_build_shows_the_phases_of_tensorrt_on_a_terminal(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One display of bars, told by what the builder reports."""
+
+    def build_engine(checkpoint: Path, output: Path, options: BuildOptions, phases: phases.Phases) -> EngineConfig:
+        phases("Building the engine", 0, 3)
+        phases("Tactics", 0, 10)
+        phases("Tactics", 10, 10)
+        phases("Building the engine", 3, 3)
+        return replace(read_checkpoint(checkpoint, options)[0], rank_bytes=(1,))
+
+    monkeypatch.setattr(building, "tensorrt_builds_here", lambda: True)
+    monkeypatch.setattr(building, "build_engine", build_engine)
+    monkeypatch.setattr(phases.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert build(checkpoint, tmp_path / "engine") == 0
+    captured = capsys.readouterr()
+    assert "Building the engine" in captured.err
+    assert "done in" in captured.err
+    assert "tensorrt" in captured.out
 
 
 def test_phases_have_bars_while_they_last() -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu
 
 from engine_pair import TOLERANCE, Pair, Sessions, tokens
 from lean_runtime import missing, tensorrt_bindings
-from stand_in import INTERFACES, OWN
+from stand_in import INTERFACES, OWN, CudaEngine
 from torch import Tensor
 
 from trtllm_replayssm.errors import EngineError, UserError
@@ -187,6 +187,14 @@ def test_results_are_not_overwritten_by_the_next_step(pair: Pair, monkeypatch: p
     kept = first.clone()
     session.step(tokens(1, 1, 1))
     assert torch.equal(first, kept)
+
+
+def test_a_step_that_does_not_fit_into_memory_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pair.load(monkeypatch)
+    monkeypatch.setattr(CudaEngine, "device_memory_size_v2", 1 << 50)
+    with pytest.raises(EngineError, match=r"needs 1024 TiB to work in, but cpu has \S+ \S+ free") as error:
+        Session(engine)
+    assert "--max_num_tokens" in error.value.hint
 
 
 # ---- logits of prefills ----------------------------------------------------------------------------------------------

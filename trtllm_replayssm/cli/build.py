@@ -91,7 +91,7 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from trtllm_replayssm.runtime.build import build_engine
+    from trtllm_replayssm.runtime.build import build_engine, decided
 
     options = build_options(args)
     if args.visualize_network is not None:
@@ -104,8 +104,13 @@ def run(args: argparse.Namespace) -> int:
 
         print_dry_run(dry_run(args.checkpoint_dir, options))
         return 0
-    with byte_progress(f"building {args.output_dir}") as written, phase_progress() as phases:
-        config = build_engine(args.checkpoint_dir, args.output_dir, options, written, phases)
+    options, what, folders = decided(options), f"building {args.output_dir}", (args.checkpoint_dir, args.output_dir)
+    if options.engine_flavour == "tensorrt":
+        with phase_progress(what) as phases:
+            config = build_engine(*folders, options, phases=phases)
+    else:
+        with byte_progress(what) as written:
+            config = build_engine(*folders, options, written)
     print_summary(args.output_dir, config)
     return 0
 

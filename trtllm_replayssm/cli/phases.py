@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from trtllm_replayssm.console import LOGGER, color_system
@@ -18,14 +19,23 @@ Phases = Callable[[str, int, int], None]
 
 
 @contextmanager
-def phase_progress() -> Iterator[Phases]:
-    """Yields the function that is told of the phases; each has a bar on the terminal behind stderr while it lasts.
+def phase_progress(what: str) -> Iterator[Phases]:
+    """Shows how far a work has come; yields the function that is told of its phases. Each has a bar while it lasts.
 
-    No bars elsewhere, nor when the log level is above info.
+    Bars on a terminal, one line at the end in any case, neither when the log level is above info.
     """
-    if not (LOGGER.handlers and LOGGER.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+    if not (LOGGER.handlers and LOGGER.isEnabledFor(logging.INFO)):
         yield lambda phase, done, total: None
         return
+    start = time.perf_counter()
+    with phase_bars() if sys.stderr.isatty() else nullcontext(lambda phase, done, total: None) as phases:
+        yield phases
+    LOGGER.info("%s: done in %.1f s", what, time.perf_counter() - start)
+
+
+@contextmanager
+def phase_bars() -> Iterator[Phases]:
+    """Bars on the terminal behind stderr, which go away when the work is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

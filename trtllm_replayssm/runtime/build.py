@@ -69,6 +69,13 @@ def build_engine(
     return config
 
 
+def decided(options: BuildOptions) -> BuildOptions:
+    """The options with a definite flavour: auto is TensorRT where it can build."""
+    if options.engine_flavour != "auto":
+        return options
+    return replace(options, engine_flavour="tensorrt" if tensorrt_builds_here() else "embedded")
+
+
 def read_checkpoint(folder: Path, options: BuildOptions) -> tuple[EngineConfig, list[SafetensorsFile]]:
     """What the options mean for the checkpoint in ``folder``, and its checked rank files."""
     config = engine_config(CheckpointConfig.read(folder), options)
@@ -81,15 +88,13 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
     max_seq_len = options.max_seq_len or min(trained or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if trained is not None and max_seq_len > trained:
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
-    replay, flavour = options.replay(checkpoint.replay), options.engine_flavour
-    if flavour == "auto":
-        flavour = "tensorrt" if tensorrt_builds_here() else "embedded"
+    replay = options.replay(checkpoint.replay)
     return EngineConfig(
         checkpoint=replace(checkpoint, replay=replay),
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=options.max_num_tokens,
-        engine_flavour=flavour,
+        engine_flavour=decided(options).engine_flavour,
     )
 
 

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trtllm_replayssm.compat import TensorRT
+from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
+from trtllm_replayssm.runtime.devices import available_bytes
 from trtllm_replayssm.runtime.tensorrt.communicator import communicator
 
 #: Bytes to whose multiples TensorRT wants addresses aligned.
@@ -31,12 +33,22 @@ class Plan:
         """group: of the ranks whose collective layers run together."""
         self.tensorrt, self.cuda_engine, self.device = tensorrt, cuda_engine, device
         self.communicator = communicator(group, device) if group and tensorrt.features.collective else None
-        self.memory = torch.empty(max(1, cuda_engine.device_memory_size_v2), dtype=torch.uint8, device=device)
+        self.memory = torch.empty(self.working_bytes(), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         names = [cuda_engine.get_tensor_name(place) for place in range(cuda_engine.num_io_tensors)]
         modes = {name: cuda_engine.get_tensor_mode(name).name for name in names}
         self.inputs = tuple(name for name in names if modes[name] == "INPUT")
         self.outputs = tuple(name for name in names if modes[name] == "OUTPUT")
+
+    def working_bytes(self) -> int:
+        """Bytes that a step needs besides weights and state. Raises EngineError when the device has less."""
+        needed, free = max(1, self.cuda_engine.device_memory_size_v2), available_bytes(self.device)
+        if free is not None and needed > free:
+            raise EngineError(
+                f"a step of the engine needs {bytes_text(needed)} to work in, but {self.device} has {bytes_text(free)} free",
+                "build with a smaller --max_num_tokens or --max_batch_size",
+            )
+        return needed
 
     @property
     def stream_handle(self) -> int:
