@@ -99,7 +99,8 @@ def strides(bound: Mapping[str, Bound], *names: str) -> tuple[int, ...]:
 
 def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
     dtypes, has_bias = (bound["x"].dtype, bound["weight"].dtype), "bias" in bound
-    return causal_conv.launch_record(a, *dtypes, has_bias, rows, count, *strides(bound, "x", "conv_ring"))
+    x_stride, ring_stride = strides(bound, "x", "conv_ring")
+    return causal_conv.launch_record(a, *dtypes, has_bias, rows, count, x_stride, ring_stride)
 
 
 def mamba2_launch(a: Mamba2Attributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
