@@ -15,19 +15,25 @@ import synthetic
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.replay import ReplayConfig
 
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parent.parent / "examples" / "trtllm_build" / "build.sh"
 LAYERS = (Mamba2(4, 8, 16, 2, 4, 1e-5), Attention(4, 2, 16, 0.25))
 
 
 def trtllm_build(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The stand-in's command, as the real one is called."""
-    folders = [HERE / "stand_in", HERE, HERE.parent / "tensorrt", HERE.parent]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tensorrt_llm.commands.build", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def environment() -> dict[str, str]:
+    """In which Python finds the stand-in."""
+    folders = [HERE / "stand_in", HERE, HERE.parent / "tensorrt", HERE.parent]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 
 
 def test_two_workers_build_two_ranks(tmp_path: Path) -> None:
@@ -47,6 +53,29 @@ def test_two_workers_build_two_ranks(tmp_path: Path) -> None:
     assert written["build_config"]["max_seq_len"] == 63
     described = CheckpointConfig.from_dict(written["pretrained_config"], "engine")
     assert described == CheckpointConfig.read(checkpoint)
+
+
+def test_the_example_builds_an_engine(tmp_path: Path) -> None:
+    """The script as it is; only the file of model classes is another, because there are no plugin layers here."""
+    pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+    make_checkpoint("kimi_linear", tmp_path / "model")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, module in (("trtllm-replayssm", "trtllm_replayssm"), ("trtllm-build", "tensorrt_llm.commands.build")):
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (commands / name).chmod(0o755)
+    changes = {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "MODEL_CLS_FILE": str(HERE / "cut_shim.py")}
+    done = subprocess.run(
+        [EXAMPLE, tmp_path / "model", tmp_path, "1", "CutForCausalLM"],
+        env=environment() | changes,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "engine").iterdir()) == ["config.json", "rank0.engine"]
+    options = json.loads((tmp_path / "engine" / "config.json").read_text())["build_config"]
+    assert (options["max_batch_size"], options["max_seq_len"], options["max_num_tokens"]) == (8, 4096, 2048)
 
 
 def test_without_tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> None:

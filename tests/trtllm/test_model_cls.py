@@ -7,6 +7,9 @@ import inspect
 import json
 import math
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import ARCHITECTURE, CheckpointConfig
+from trtllm_replayssm.builders.families.registry import find_family
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
@@ -33,6 +37,8 @@ from trtllm_replayssm.runtime.build import engine_config
 from trtllm_replayssm.runtime.engine_config import BuildOptions
 from trtllm_replayssm.runtime.tensorrt.models import step_sizes
 from trtllm_replayssm.runtime.tensorrt.plans import Target, emitted_plans
+from trtllm_replayssm.validation.catalogue import MODELS
+from trtllm_replayssm.validation.models import random_weights, write_checkpoint
 
 #: Keywords with which the builder of tensorrt-llm 1.2.1 calls prepare_inputs.
 KEYWORDS = {
@@ -52,6 +58,8 @@ KEYWORDS = {
 REPLAY = ReplayConfig(window=8, max_draft_len=3)
 #: 125 + 3 drafts: cache rows whose bytes TensorRT can bind.
 BATCH, MAX_SEQ_LEN = 4, 125
+#: Families with windows, or with attention to chosen blocks, in their grouped-query layers.
+PARTIAL = ("lara_mini", "qwen4_exp")
 #: A recurrence, both kinds of attention and experts: what a builder takes little time for.
 FEW = tuple(next(layer for layer in synthetic.LAYERS if isinstance(layer, k)) for k in (Mamba2, Attention, Mla, Moe))
 SHIM = Path(__file__).parents[2] / "examples" / "trtllm_build" / "replayssm_models.py"
@@ -180,6 +188,11 @@ class PluginRun:
         self.start, self.tokens = self.run.cursors[:, Cursor.COMMITTED].tolist(), ids.shape[1]
         return self.run.compare(ids, mode, accepted)
 
+    def first(self, ids: Tensor, exchange: Callable[[Tensor], list[Tensor]]) -> Tensor:
+        """Logits of a prefill of one of several ranks. exchange: see Interpreter."""
+        self.start, self.tokens = [0] * self.rows, ids.shape[1]
+        return self.run.by_network(ids, self.run.plan(ids, RowMode.ABSORB), exchange)
+
     def attention(self, place: int, interpreter: Any) -> Tensor:
         call = self.calls[place]
         heads, kv_heads, width = call["num_heads"], call["num_kv_heads"], call["hidden_size_per_head"]
@@ -217,6 +230,35 @@ def test_network_equals_the_embedded_engine(
         drafts = torch.cat((ids[:, start : start + 2], ids[:, :2]), 1)
         expected, got = run.compare(drafts, RowMode.DECODE, 2)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_two_ranks_equal_one(llm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and gathers go through TensorRT-LLM's functions, where its own run time would exchange them."""
+    monkeypatch.setattr(llm.functional, "COMPUTED", True)
+    ids = torch.randint(0, synthetic.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
+    runs = {}
+    for ranks in (1, 2):
+        folder = synthetic.write_checkpoint(tmp_path / str(ranks), synthetic.decoder(FEW), tp_size=ranks, replay=REPLAY)
+        for rank in range(ranks):
+            model = load(llm, folder, rank=rank)
+            runs[ranks, rank] = PluginRun(llm, model, llm.builder.build(model, build_config(llm, dry_run=True)).network)
+    expected, got = runs[1, 0].compare(ids, RowMode.ABSORB, 9)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    barrier, parts = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2
+
+    def run(rank: int) -> Tensor:
+        def exchange(mine: Tensor) -> list[Tensor]:
+            parts[rank] = mine
+            barrier.wait()
+            everyone = list(parts)
+            barrier.wait()
+            return everyone
+
+        return runs[2, rank].first(ids, exchange)
+
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(run, range(2)):
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 BUILDS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -359,6 +401,28 @@ def test_attention_that_the_plugin_cannot_compute_is_refused(
         llm.builder.build(load(llm, folder), build_config(llm, dry_run=True))
     assert "ReplaySSMOwnCacheForCausalLM" in error.value.hint
     llm.builder.build(load(llm, folder, "CutOwnCacheForCausalLM"), build_config(llm, dry_run=True))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_family_is_emitted(llm: SimpleNamespace, tmp_path: Path, family: str) -> None:
+    """With caches of ours always; through the plugin unless attention is not to all of the past."""
+    model = MODELS[family]
+    decoder = find_family({"architectures": [model.model_class], **model.arguments}, {}).decoder()
+    config = CheckpointConfig(model.model_class, "bfloat16", 1, decoder, REPLAY)
+    write_checkpoint(tmp_path / "checkpoint", config, random_weights(decoder))
+    own = llm.builder.build(
+        load(llm, tmp_path / "checkpoint", "CutOwnCacheForCausalLM"), build_config(llm, dry_run=True)
+    )
+    assert own.network.trt_network.num_layers > 10
+    assert not own.network.flayers
+    loaded = load(llm, tmp_path / "checkpoint")
+    if family in PARTIAL:
+        with pytest.raises(UserError, match="a part of the past"):
+            llm.builder.build(loaded, build_config(llm, dry_run=True))
+        return
+    engine = llm.builder.build(loaded, build_config(llm, dry_run=True))
+    grouped = sum(isinstance(layer, Attention) for _, layer in decoder.named_parts())
+    assert len(engine.network.flayers) == grouped
 
 
 def test_latent_attention_alone_needs_no_plugin(llm: SimpleNamespace, tmp_path: Path) -> None:

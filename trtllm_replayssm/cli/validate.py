@@ -34,8 +34,9 @@ WORDS = {"passed": "passed", "failed": "FAILED", "skipped": "skipped"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine_flavour",
+        choices=("auto", "tensorrt", "embedded"),
         default="auto",
-        help="what is checked: tensorrt, embedded, or auto, tensorrt where TensorRT and a GPU are present",
+        help="what is checked; auto is tensorrt where TensorRT and a GPU are present",
     )
     parser.add_argument("--family", nargs="+", choices=FAMILY_CHOICES, help="families to check; all by default")
     parser.add_argument("--check", nargs="+", choices=CHECK_CHOICES, help="checks to run; all by default")

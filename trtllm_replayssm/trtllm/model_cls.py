@@ -20,9 +20,8 @@ require_engine_builder()
 from tensorrt_llm import graph_rewriting  # noqa: E402  (the sentence above comes first)
 from tensorrt_llm._common import default_net, default_trtnet  # noqa: E402
 from tensorrt_llm._utils import numpy_to_torch, str_dtype_to_trt  # noqa: E402
-from tensorrt_llm.bindings import KVCacheType  # noqa: E402
 from tensorrt_llm.models import MODEL_MAP  # noqa: E402
-from tensorrt_llm.models.modeling_utils import PretrainedModel  # noqa: E402
+from tensorrt_llm.models.modeling_utils import KVCacheType, PretrainedModel  # noqa: E402
 from tensorrt_llm.parameter import Parameter  # noqa: E402
 from tensorrt_llm.plugin import current_all_reduce_helper  # noqa: E402
 

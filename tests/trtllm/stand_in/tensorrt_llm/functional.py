@@ -5,10 +5,13 @@ import weakref
 from collections import OrderedDict
 from enum import IntEnum
 
+import numpy as np
+
 from tensorrt_llm import graph_rewriting
 from tensorrt_llm._common import default_net, default_trtnet
 from tensorrt_llm._utils import str_dtype_to_trt
 from tensorrt_llm.plugin import current_all_reduce_helper
+from tensorrt_llm.trt import trt
 
 
 class DimRange:
@@ -187,18 +190,40 @@ def profile_sizes(profile):
     return list(zip(profile.min, profile.opt, profile.max))
 
 
+#: An axis that TensorRT reads when it likes.
+FIRST = np.zeros(1, np.int32)
+#: Whether collectives are TensorRT's own, which can be computed, instead of stand-ins that can be built.
+COMPUTED = False
+
+
+def collective(tensor, group, operation, reduction):
+    """TensorRT's layer; a gather puts the ranks behind each other along the first axis."""
+    kinds = getattr(trt.CollectiveOperation, operation), getattr(trt.ReduceOperation, reduction)
+    layer = default_trtnet().add_dist_collective(tensor, *kinds, -1, group)
+    layer.num_ranks = len(group)
+    return layer
+
+
 def allreduce(tensor, group, all_reduce_params=None):
     """The plugin's checks; in its place the tensor itself."""
     assert current_all_reduce_helper().workspace is not None, "no workspace: the real package would change its strategy"
     assert default_net().plugin_config.nccl_plugin and len(group) > 1
-    layer = default_trtnet().add_identity(tensor.cast(default_net().plugin_config.nccl_plugin).trt_tensor)
+    part = tensor.cast(default_net().plugin_config.nccl_plugin).trt_tensor
+    layer = collective(part, group, "ALL_REDUCE", "SUM") if COMPUTED else default_trtnet().add_identity(part)
     return _create_tensor(layer.get_output(0), layer, "AllReduce").cast(tensor.dtype)
 
 
 def allgather(tensor, group, gather_dim=0):
     """The same for every rank's part of the last axis."""
-    assert gather_dim == -1 and len(group) > 1
-    part = tensor.cast(default_net().plugin_config.nccl_plugin)
-    layer = default_trtnet().add_concatenation([part.trt_tensor] * len(group))
-    layer.axis = tensor.ndim() - 1
+    assert gather_dim == -1 and len(group) > 1 and tensor.ndim() == 3
+    part, net = tensor.cast(default_net().plugin_config.nccl_plugin).trt_tensor, default_trtnet()
+    if COMPUTED:
+        axis = net.add_constant((1,), trt.Weights(trt.int32, FIRST.ctypes.data, 1)).get_output(0)
+        stacked = collective(net.add_unsqueeze(part, axis).get_output(0), group, "ALL_GATHER", "NONE").get_output(0)
+        layer = net.add_shuffle(stacked)
+        layer.first_transpose = (1, 2, 0, 3)
+        layer.reshape_dims = (0, 0, len(group) * tensor.shape[2])
+    else:
+        layer = net.add_concatenation([part] * len(group))
+        layer.axis = 2
     return _create_tensor(layer.get_output(0), layer).cast(tensor.dtype)

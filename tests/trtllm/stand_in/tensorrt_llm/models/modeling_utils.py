@@ -6,11 +6,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tensorrt_llm.bindings import KVCacheType
 from tensorrt_llm.functional import PositionEmbeddingType
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.models.generation_mixin import GenerationMixin
 from tensorrt_llm.module import Module
 from tensorrt_llm.plugin import init_all_reduce_helper
+
+__all__ = ["KVCacheType", "PretrainedConfig", "PretrainedModel", "QuantConfig"]
 
 #: What the real logger would say.
 WARNINGS: list[str] = []
