@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.cli.options import path_argument
+from trtllm_replayssm.cli.options import add_running_arguments, path_argument
 from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
@@ -37,24 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--random_seed", type=int, default=0, help="the same seed gives the same text in any batch")
     sampling.add_argument("--end_id", type=int, help="token that ends a text; -1 for none; by default the model's own")
     sampling.add_argument("--stop", action="append", help="string that ends a text; may be given several times")
-    speculation = parser.add_argument_group(
-        "speculative decoding", "Greedy texts stay the same; sampled ones keep their distribution."
-    )
-    speculation.add_argument(
-        "--speculative_decoding_mode",
-        choices=("ngram", "draft_model", "mtp"),
-        help="who drafts: the text itself, another engine, or the checkpoint's multi-token prediction head",
-    )
-    speculation.add_argument(
-        "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
-    )
-    speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
-    parser.add_argument(
-        "--prefix_cache_gib",
-        type=float,
-        default=0,
-        help="memory for what prompts begin with in common, which is then computed once; by default none",
-    )
     parser.add_argument(
         "--output_file",
         type=path_argument,
@@ -65,18 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path_argument,
         help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument(
-        "--plugin_impl",
-        choices=("auto", "reference", "cuda"),
-        default="auto",
-        help="who computes the recurrent layers: the CUDA kernels, plain torch, or the fastest that the device has",
-    )
-    parser.add_argument(
-        "--no_cuda_graphs",
-        action="store_true",
-        help="launch every kernel of a decode step by itself; the output is the same (also: TRTLLM_REPLAYSSM_CUDA_GRAPHS=0)",
-    )
+    add_running_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,3 +65,37 @@ def replay_config(args: argparse.Namespace, base: ReplayConfig | None = None) ->
         "fold": args.replay_fold,
     }
     return replace(base or ReplayConfig(), **{name: value for name, value in options.items() if value is not None})
+
+
+def add_running_arguments(parser: argparse.ArgumentParser) -> None:
+    """How an engine is run: who drafts, what is kept, and on what it computes."""
+    speculation = parser.add_argument_group(
+        "speculative decoding", "Greedy texts stay the same; sampled ones keep their distribution."
+    )
+    speculation.add_argument(
+        "--speculative_decoding_mode",
+        choices=("ngram", "draft_model", "mtp"),
+        help="who drafts: the text itself, another engine, or the checkpoint's multi-token prediction head",
+    )
+    speculation.add_argument(
+        "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
+    )
+    speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
+    parser.add_argument(
+        "--prefix_cache_gib",
+        type=float,
+        default=0,
+        help="memory for what prompts begin with in common, which is then computed once; by default none",
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument(
+        "--plugin_impl",
+        choices=("auto", "reference", "cuda"),
+        default="auto",
+        help="who computes the recurrent layers: the CUDA kernels, plain torch, or the fastest that the device has",
+    )
+    parser.add_argument(
+        "--no_cuda_graphs",
+        action="store_true",
+        help="launch every kernel of a decode step by itself; the output is the same (also: TRTLLM_REPLAYSSM_CUDA_GRAPHS=0)",
+    )

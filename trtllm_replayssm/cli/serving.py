@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import path_argument
+from trtllm_replayssm.cli.options import add_running_arguments, path_argument
 from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,22 +16,10 @@ if TYPE_CHECKING:
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of ServingOptions."""
     parser.add_argument("--engine_dir", type=path_argument, required=True, help="folder written by build")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    add_running_arguments(parser)
     parser.add_argument(
-        "--plugin_impl",
-        choices=("auto", "reference", "cuda"),
-        default="auto",
-        help="who computes the recurrent layers: the CUDA kernels, plain torch, or the fastest that the device has",
+        "--time_slice", type=int, help="tokens after which a request makes room for one that waits; by default never"
     )
-    parser.add_argument(
-        "--speculative_decoding_mode",
-        choices=("ngram", "draft_model", "mtp"),
-        help="who drafts: the text itself, another engine, or the checkpoint's multi-token prediction head",
-    )
-    parser.add_argument(
-        "--max_draft_len", type=int, help="most drafts of a step; by default what the engine was built for"
-    )
-    parser.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
     parser.add_argument(
         "--include_input_in_output",
         action="store_true",
@@ -48,6 +37,10 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
 
     if args.cancellation_check_period_ms < 1:
         raise UserError("--cancellation_check_period_ms must be 1 or more")
+    if not 0 <= args.prefix_cache_gib < math.inf:
+        raise UserError(f"--prefix_cache_gib is {args.prefix_cache_gib}", "give a number of GiB, or 0 for no cache")
+    if args.time_slice is not None and args.time_slice < 1:
+        raise UserError(f"--time_slice is {args.time_slice}; it must be 1 or more")
     speculation_options(args)
     return ServingOptions(
         engine_dir=str(args.engine_dir),
@@ -56,6 +49,9 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
         speculative_decoding_mode=args.speculative_decoding_mode or "",
         max_draft_len=args.max_draft_len,
         draft_engine_dir=str(args.draft_engine_dir or ""),
+        prefix_cache_gib=args.prefix_cache_gib,
+        cuda_graphs=not args.no_cuda_graphs,
+        time_slice=args.time_slice,
         exclude_input_in_output=not args.include_input_in_output,
         cancellation_check_period_ms=args.cancellation_check_period_ms,
         log_level=args.log_level,

@@ -42,6 +42,8 @@ FAMILIES = {
     "replayssm_decode_steps_total": Family("counter", "Decode steps, counted per request"),
     "replayssm_draft_tokens_total": Family("counter", "Draft tokens that were verified"),
     "replayssm_accepted_draft_tokens_total": Family("counter", "Draft tokens that were accepted"),
+    "replayssm_prefix_cache_tokens_total": Family("counter", "Prompt tokens that the prefix cache was asked for"),
+    "replayssm_prefix_cache_hit_tokens_total": Family("counter", "Prompt tokens that came from the prefix cache"),
     "replayssm_slots": Family("gauge", "Slots of the engine (max_batch_size)"),
     "replayssm_slots_in_use": Family("gauge", "Slots that hold a running request"),
     "replayssm_requests_waiting": Family("gauge", "Requests that wait for a slot"),
@@ -120,7 +122,7 @@ class Metrics:
 
     def values(self) -> dict[tuple[str, str], float]:
         """What counters and gauges say now, by name and status."""
-        counts = self.scheduler.statistics
+        counts, cache = self.scheduler.statistics, self.scheduler.prefix_cache
         plain = {
             "replayssm_prompt_tokens_total": self.prompt_tokens,
             "replayssm_generated_tokens_total": self.generated_tokens,
@@ -129,6 +131,8 @@ class Metrics:
             "replayssm_decode_steps_total": counts.num_steps,
             "replayssm_draft_tokens_total": counts.num_draft_tokens,
             "replayssm_accepted_draft_tokens_total": counts.num_accepted_draft_tokens,
+            "replayssm_prefix_cache_tokens_total": 0 if cache is None else cache.statistics.queries,
+            "replayssm_prefix_cache_hit_tokens_total": 0 if cache is None else cache.statistics.hits,
             "replayssm_slots": self.scheduler.session.max_batch_size,
             "replayssm_slots_in_use": self.in_use,
             "replayssm_requests_waiting": self.waiting,

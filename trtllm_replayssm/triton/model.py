@@ -53,6 +53,7 @@ class TritonPythonModel:
         self.options, self.serving = options, False
         self.ranks = Ranks.start(options, folder, lost=self.lost_rank)
         self.llm = options.load(folder)
+        self.llm.session.warm_up()
         scheduler = self.llm.scheduler
         self.metrics = Metrics(scheduler)
         self.meters = TritonMeters(pb_utils, {"model": name})

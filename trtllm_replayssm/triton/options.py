@@ -23,8 +23,10 @@ class ServingOptions:
     """Parameters of the served model.
 
     engine_dir, draft_engine_dir: absolute, or beginning with ``./`` relative to the version folder of the model.
-    device: ``cpu``, ``cuda`` or ``cuda:N``; empty for the GPU where there is one. max_draft_len: None for what the engine was
-    built for. exclude_input_in_output: whether output_ids leaves out the prompt, where a request does not say.
+    device: ``cpu``, ``cuda`` or ``cuda:N``; empty for the GPU where there is one. max_draft_len: None for what the engine
+    was built for. prefix_cache_gib: memory for what prompts begin with in common. cuda_graphs: run decode steps as graphs
+    where the engine can. time_slice: tokens after which a request makes room for one that waits; None for never.
+    exclude_input_in_output: whether output_ids leaves out the prompt, where a request does not say.
     cancellation_check_period_ms: how often it is looked whether clients have left.
     """
 
@@ -34,6 +36,9 @@ class ServingOptions:
     speculative_decoding_mode: str = ""
     max_draft_len: int | None = None
     draft_engine_dir: str = ""
+    prefix_cache_gib: float = 0.0
+    cuda_graphs: bool = True
+    time_slice: int | None = None
     exclude_input_in_output: bool = True
     cancellation_check_period_ms: int = 100
     log_level: str = "warning"
@@ -79,7 +84,15 @@ class ServingOptions:
         if self.speculative_decoding_mode:
             draft = located(self.draft_engine_dir, version_folder) if self.draft_engine_dir else None
             speculation = SpeculationOptions(self.speculative_decoding_mode, self.max_draft_len, draft)  # type: ignore[arg-type]
-        return LLM(self.engine_folder(version_folder), self.device or None, self.plugin_impl, speculation)
+        return LLM(
+            self.engine_folder(version_folder),
+            self.device or None,
+            self.plugin_impl,
+            speculation,
+            prefix_cache_bytes=round(self.prefix_cache_gib * 2**30),
+            time_slice=self.time_slice,
+            cuda_graphs=None if self.cuda_graphs else False,
+        )
 
     def check(self, version_folder: Path) -> EngineConfig:
         """The engine's config. Raises EngineError when it, or the draft model's, is none of ours."""
@@ -102,4 +115,4 @@ def read_bool(value: str) -> bool:
 
 
 #: How a parameter is read, by the annotation of its field.
-READ: dict[str, Callable[[str], Any]] = {"int": int, "int | None": int, "bool": read_bool}
+READ: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | None": int, "bool": read_bool}

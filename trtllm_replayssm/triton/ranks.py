@@ -125,6 +125,7 @@ def follow(argument: tuple[ServingOptions, Path, Connection]) -> int:
     """What a rank other than 0 does: load the engine, and do what rank 0 does, until it closes the connection."""
     options, version_folder, orders = argument
     llm = options.load(version_folder)
+    llm.session.warm_up()
     calls: dict[str, Callable[..., object]] = {
         "submit": lambda request_id, prompt, params: llm.scheduler.submit(
             llm.request(request_id, None, prompt, params)
