@@ -89,7 +89,7 @@ class HybridDecoder:
     def branch_parameters(
         self, prefix: str, layers: tuple[Layer, ...], streams: Streams | None = None
     ) -> dict[str, Parameter]:
-        named = {}
+        named: dict[str, Parameter] = {}
         for i, layer in enumerate(layers):
             named |= prefixed(f"{prefix}.{i}.", self.branch(layer, streams))
         return named
@@ -202,7 +202,7 @@ class HybridDecoder:
             if streams.branch_norms:
                 y = self.normed(net, f"{branch}.norm.weight", y)
             y = layer.scaled(net, name, net.cast(y, "activation"), replay)
-            x = streams.written(net, x, net.cast_like(y, x), mixing)
+            x = streams.written(net, x, y, mixing)
         return streams.closed(net, "transformer.streams", x)
 
     def normed(self, net: Network, weight: str, x: Tensor) -> Tensor:

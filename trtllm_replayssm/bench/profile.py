@@ -98,7 +98,6 @@ def step_profiles(
 
 def traced(session: Session, step: Any, steps: int) -> list[Kernel]:
     """What ran on the GPU during so many steps."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     synchronise(session)
@@ -106,5 +105,5 @@ def traced(session: Session, step: Any, steps: int) -> list[Kernel]:
         for _ in range(steps):
             step()
         synchronise(session)
-    events = [event for event in tracer.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in tracer.events() or () if event.device_type.name == "CUDA"]
     return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in events]

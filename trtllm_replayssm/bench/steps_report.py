@@ -35,7 +35,7 @@ def steps_report(
 def timing_rows(timings: Sequence[DecodeTiming]) -> Rows:
     """A row for each mode and size, with its speed against the first mode of that size."""
     base = {timing.batch_size: timing.tokens_per_second for timing in reversed(timings)}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(timing.batch_size),
             timing.mode,
@@ -54,7 +54,7 @@ def timing_rows(timings: Sequence[DecodeTiming]) -> Rows:
 def profile_rows(profiles: Sequence[StepProfile]) -> Rows:
     """A row for each mode and context length: milliseconds of every part, and the recurrence's share."""
     parts = tuple(profiles[0].milliseconds)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(profile.context_len),
             profile.mode,
