@@ -181,6 +181,25 @@ def test_few_executions_serve_all_steps(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert [shape.rows for shape in session.steps.executions] == [4, 1]
 
 
+def test_warm_up_prepares_what_steps_need_and_changes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions(pair, monkeypatch)
+    sessions.same("prefill", 0, tokens(1, 9, 0)[0])
+    pair.stand_in.contexts.clear()
+    before = {name: pool[0, ..., :9, :] if "cache" in name else pool[0] for name, pool in sessions.theirs.pools.items()}
+    before = {name: pool.clone() for name, pool in before.items()}
+    # Graphs are for GPUs; the contexts are made all the same.
+    assert sessions.theirs.warm_up() == 0
+    assert sorted(context.shapes["input_ids"] for context in pair.stand_in.contexts) == [
+        (rows, count) for rows in (1, 2, 4) for count in (1, 4)
+    ]
+    for name, pool in sessions.theirs.pools.items():
+        now = pool[0, ..., :9, :] if "cache" in name else pool[0]
+        assert torch.equal(now, before[name]), name
+    sessions.same("step", tokens(3, 1, 1))
+    sessions.same("step", tokens(4, 4, 1))
+    assert len(pair.stand_in.contexts) == 6
+
+
 def test_results_are_not_overwritten_by_the_next_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(pair.load(monkeypatch))
     first = session.step(tokens(1, 1, 0))

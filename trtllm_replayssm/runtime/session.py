@@ -84,7 +84,7 @@ class Session:
         graphs there are then: 0 where steps do not run as graphs.
         """
         longest = self.engine.config.max_seq_len if kv_len is None else kv_len
-        return self.steps.warm_up(longest) if isinstance(self.steps, PackedSteps) else 0
+        return self.steps.warm_up(longest)
 
     @torch.no_grad()
     def step(

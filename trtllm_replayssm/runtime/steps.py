@@ -29,10 +29,13 @@ class Steps(Protocol):
     """Runs a step of the slots ``first_slot ...``, one per row.
 
     Returns what the head read ``[rows, T, hidden_size]``, until the next step, and float32 logits ``[rows, T or 1, vocab]``.
-    kv_len: bound of the positions that any row sees.
+    kv_len: bound of the positions that any row sees. ``warm_up`` prepares decode and verify steps up to that bound, and
+    returns how many of them run as graphs.
     """
 
     def run(self, given: StepInput, first_slot: int, kv_len: int, last_only: bool) -> tuple[Tensor, Tensor]: ...
+
+    def warm_up(self, kv_len: int) -> int: ...
 
 
 class BoundPools:
@@ -66,6 +69,9 @@ class DirectSteps:
         net, decoder = self.engine.network(self.pools.of(here), info, kv_len), self.engine.decoder
         hidden = decoder.hidden(net, ids, self.engine.config.replay)
         return hidden, decoder.logits(net, hidden, last_only)
+
+    def warm_up(self, kv_len: int) -> int:
+        return 0
 
 
 class PackedSteps:

@@ -139,6 +139,18 @@ class PlanSteps:
             hidden[row, :length], logits[row, : values.shape[1]] = some[0], values[0]
         return hidden, logits
 
+    def warm_up(self, kv_len: int) -> int:
+        """See runtime.steps.Steps. Padding rows alone run, which touch no state; plans have no bound of positions."""
+        most = self.config.max_batch_size
+        for count in sorted({row_bucket(count, most) for count in range(1, most + 1)}, reverse=True):
+            for tokens in {1, self.verify_tokens}:
+                idle = torch.zeros(count, dtype=torch.int32)
+                given = StepInput(torch.zeros(count, tokens, dtype=torch.int32), idle + 1, idle, idle > 0)
+                # The first run prepares kernels, the second is captured.
+                for _ in range(2):
+                    self.padded(given, 0, tokens, False, None)
+        return sum(execution.graph is not None for execution in self.executions.values())
+
     @property
     def hidden_width(self) -> int:
         return self.engine.decoder.hidden_size if self.with_hidden else 0
