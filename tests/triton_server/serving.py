@@ -30,7 +30,17 @@ class Served:
     """``trtllm-replayssm serve`` in a process of its own, ready."""
 
     def __init__(self, engine: Path, *options: str, ports: Sequence[int] = (0, 0, 0, 0)) -> None:
-        command = [sys.executable, "-m", "trtllm_replayssm", "serve", "--engine_dir", str(engine), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "trtllm_replayssm",
+            "serve",
+            "--engine_dir",
+            str(engine),
+            "--exit_timeout",
+            "2",
+        ]
+        command += options
         for name, port in zip(("http", "grpc", "metrics", "openai"), ports):
             command += [f"--{name}_port", str(port)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from trtllm_replayssm.builders.staging import check_folders, staged_folder
-from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.triton.options import INSIDE, ServingOptions
 from trtllm_replayssm.triton.tensors import INPUTS, OUTPUTS, TensorSpec
 
@@ -45,6 +43,8 @@ def write_repository(options: ServingOptions, output_dir: str | Path, copy_engin
     with staged_folder(output) as staging:
         (staging / version).mkdir(parents=True)
         (staging / TEXT_MODEL / "1").mkdir(parents=True)
+        # Stores of objects keep no empty folders, and Triton wants one for the version.
+        (staging / TEXT_MODEL / "1" / ".keep").touch()
         (staging / version / "model.py").write_text(MODEL_FILE, encoding="utf-8")
         (staging / TOKEN_MODEL / "config.pbtxt").write_text(token_config(options), encoding="utf-8")
         (staging / TEXT_MODEL / "config.pbtxt").write_text(text_config(), encoding="utf-8")
@@ -65,19 +65,6 @@ def is_repository(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return ours and {path.name for path in folder.iterdir()} == {TOKEN_MODEL, TEXT_MODEL}
-
-
-def read_options(repository: Path) -> ServingOptions:
-    """The parameters that ``write_repository`` put into config.pbtxt. Raises UserError for other repositories."""
-    path = repository / TOKEN_MODEL / "config.pbtxt"
-    try:
-        config = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    pairs = re.findall(
-        r'parameters \{ key: ("(?:[^"\\]|\\.)*") value: \{ string_value: ("(?:[^"\\]|\\.)*") \} \}', config
-    )
-    return ServingOptions.from_parameters({json.loads(key): json.loads(value) for key, value in pairs})
 
 
 # ---- config.pbtxt ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,263 @@
+"""Parts of the served model without a server: the repository, faults inside a step, deliveries, chat templates."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trtllm_replayssm.errors import EngineError, UserError
+from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.outputs import Update
+from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.stepping import SteppingThread
+from trtllm_replayssm.triton.asks import Ask
+from trtllm_replayssm.triton.delivery import Delivery
+from trtllm_replayssm.triton.openai.chat import ChatTemplate
+from trtllm_replayssm.triton.options import ServingOptions
+from trtllm_replayssm.triton.replies import Reply, Tensors, Times
+from trtllm_replayssm.triton.repository import write_repository
+
+PATIENCE = 30
+
+
+# ---- the repository --------------------------------------------------------------------------------------------------
+
+
+def config(repository: Path, model: str) -> Any:
+    """config.pbtxt as Triton reads it."""
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    messages = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    return text_format.Parse((repository / model / "config.pbtxt").read_text(), messages.ModelConfig())
+
+
+def test_repository_is_complete(engine: Path, tmp_path: Path) -> None:
+    options = ServingOptions(str(engine), "cpu", speculative_decoding_mode="ngram", max_draft_len=2, time_slice=9)
+    write_repository(options, tmp_path / "models")
+    tokens, text = config(tmp_path / "models", "tensorrt_llm"), config(tmp_path / "models", "ensemble")
+    assert (tokens.backend, text.platform, tokens.instance_group[0].count) == ("python", "ensemble", 1)
+    parameters = {name: value.string_value for name, value in tokens.parameters.items()}
+    assert ServingOptions.from_parameters(parameters) == options
+    # What the text model maps exists on both sides, with the same type and shape.
+    (step,) = text.ensemble_scheduling.step
+    for mapping, ours, theirs in (
+        (step.input_map, text.input, tokens.input),
+        (step.output_map, text.output, tokens.output),
+    ):
+        outer, inner = ({t.name: (t.data_type, list(t.dims)) for t in side} for side in (ours, theirs))
+        assert {outer[value] == inner[key] for key, value in mapping.items()} == {True}
+        assert set(mapping.values()) == set(outer)
+
+
+def test_repository_with_its_engine_can_be_moved(engine: Path, tmp_path: Path) -> None:
+    write_repository(ServingOptions(str(engine)), tmp_path / "models", copy_engine=True)
+    moved = (tmp_path / "models").rename(tmp_path / 'a "quoted" place')
+    parameters = config(moved, "tensorrt_llm").parameters
+    options = ServingOptions.from_parameters({name: value.string_value for name, value in parameters.items()})
+    llm = options.load(moved / "tensorrt_llm" / "1")
+    assert llm.generate([65], SamplingParams(max_tokens=2)).outputs[0].token_ids  # type: ignore[union-attr]
+
+
+def test_repository_replaces_only_its_own(engine: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    write_repository(ServingOptions(str(engine)), models)
+    write_repository(ServingOptions(str(engine), max_draft_len=1), models)
+    (models / "other_model").mkdir()
+    with pytest.raises(UserError, match="is not empty"):
+        write_repository(ServingOptions(str(engine)), models)
+    with pytest.raises(EngineError):
+        write_repository(ServingOptions(str(tmp_path)), tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({}, "does not say engine_dir"),
+        ({"engine_dir": "e", "engin": "x"}, "unknown parameter engin"),
+        ({"engine_dir": "e", "max_draft_len": "x"}, "max_draft_len of config.pbtxt is 'x'"),
+        ({"engine_dir": "e", "exclude_input_in_output": "perhaps"}, "is 'perhaps'"),
+    ],
+)
+def test_parameters_that_cannot_be(parameters: dict[str, str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ServingOptions.from_parameters(parameters)
+
+
+# ---- faults inside a step --------------------------------------------------------------------------------------------
+
+
+class Inbox:
+    """Receives the updates of one request."""
+
+    def __init__(self) -> None:
+        self.updates: queue.Queue[Update] = queue.Queue()
+
+    def end(self) -> Update:
+        while not (update := self.updates.get(timeout=PATIENCE)).finished:
+            pass
+        return update
+
+
+def submit(llm: LLM, stepping: SteppingThread, name: int, count: int) -> Inbox:
+    inbox = Inbox()
+    stepping.submit(llm.request(name, None, [65 + name], SamplingParams(max_tokens=count)), inbox.updates.put)
+    return inbox
+
+
+def test_out_of_memory_in_a_step_ends_its_requests_only(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were in the step get the error; those that waited run in the slots that it left."""
+    llm = LLM(engine, device="cpu")
+    genuine, calls = llm.session.step, iter(range(1000))
+
+    def step(*args: Any, **values: Any) -> Any:
+        if next(calls) == 4:
+            raise torch.OutOfMemoryError("no memory left")
+        return genuine(*args, **values)
+
+    monkeypatch.setattr(llm.session, "step", step)
+    stepping = SteppingThread(llm.scheduler)
+    inboxes = [submit(llm, stepping, name, 12) for name in range(9)]
+    assert all(inbox.end().error is not None for inbox in inboxes)  # The thread does not run yet.
+    stepping.start()
+    inboxes = [submit(llm, stepping, name, 12) for name in range(9)]
+    ends = [inbox.end() for inbox in inboxes]
+    failed = [isinstance(end.error, torch.OutOfMemoryError) for end in ends]
+    assert 1 <= sum(failed) <= 6
+    monkeypatch.undo()
+    fresh = LLM(engine, device="cpu")
+    for name, end in enumerate(ends):
+        if end.output is not None:
+            wanted = fresh.generate([65 + name], SamplingParams(max_tokens=12)).outputs[0]  # type: ignore[union-attr]
+            assert end.output.token_ids == wanted.token_ids
+    assert not llm.scheduler.running
+    stepping.close()
+
+
+def test_a_step_that_fails_as_a_whole_ends_all_and_goes_on(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(engine, device="cpu")
+    stepping = SteppingThread(llm.scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "admit", lambda: 1 // 0)
+        stepping.start()
+        ends = [inbox.end() for inbox in [submit(llm, stepping, name, 4) for name in range(8)]]
+        assert all(isinstance(end.error, ZeroDivisionError) for end in ends)
+    assert submit(llm, stepping, 0, 4).end().output is not None
+    stepping.close()
+    assert isinstance(submit(llm, stepping, 1, 4).end().error, UserError)
+
+
+def test_a_scheduler_that_cannot_go_on_is_given_up(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, told = LLM(engine, device="cpu"), Inbox()
+    stepping = SteppingThread(llm.scheduler, lost=lambda error: told.updates.put(Update(0, [], "", error=error)))
+    monkeypatch.setattr(llm.scheduler, "admit", lambda: 1 // 0)
+    stepping.start()
+    assert isinstance(submit(llm, stepping, 0, 4).end().error, ZeroDivisionError)
+    assert isinstance(told.end().error, ZeroDivisionError)
+    assert isinstance(submit(llm, stepping, 1, 4).end().error, ZeroDivisionError)
+    stepping.thread.join(PATIENCE)
+    assert not stepping.thread.is_alive()
+
+
+# ---- deliveries ------------------------------------------------------------------------------------------------------
+
+
+class SlowClient:
+    """A channel that is stuck until it is freed, and then takes everything."""
+
+    def __init__(self) -> None:
+        self.free, self.stuck = threading.Event(), threading.Event()
+        self.taken: list[list[int]] = []
+        self.final, self.gone = threading.Event(), False
+
+    def send(self, tensors: Tensors, final: bool) -> None:
+        self.stuck.set()
+        assert self.free.wait(PATIENCE)
+        self.taken.append(tensors["output_ids"].reshape(-1).tolist())
+        if final:
+            self.final.set()
+
+    def fail(self, error: Exception) -> None:
+        self.final.set()
+
+    def is_cancelled(self) -> bool:
+        return self.gone
+
+
+def delivered(llm: LLM, cancelled: list[Any], channel: SlowClient) -> tuple[Delivery, Any]:
+    delivery = Delivery(cancelled.append, lambda reply, update: None, lambda: None, check_period=0.01)
+    request = llm.request(0, None, [65], SamplingParams(max_tokens=9))
+    delivery.add(Reply(Ask(None, [65], request.params, streaming=True), request, Times()), channel)
+    delivery.start()
+    return delivery, request
+
+
+def test_tokens_wait_for_a_slow_client_together(llm: LLM) -> None:
+    """Nothing is lost or mixed up, and whoever steps never waits."""
+    channel = SlowClient()
+    delivery, request = delivered(llm, [], channel)
+    delivery.put(Update(0, [7], "a"))
+    assert channel.stuck.wait(PATIENCE)
+    for token in (8, 9, 10):
+        delivery.put(Update(0, [token], "b"))
+    request.finish_reason = "length"
+    request.tokens = [7, 8, 9, 10]
+    delivery.put(Update(0, [], "", output=request.output()))
+    channel.free.set()
+    assert channel.final.wait(PATIENCE)
+    assert channel.taken == [[7], [8, 9, 10]]
+    assert not delivery.open
+    delivery.close()
+
+
+def test_a_client_that_left_is_cancelled_once(llm: LLM) -> None:
+    channel, cancelled = SlowClient(), []
+    channel.gone = True
+    channel.free.set()
+    delivery, request = delivered(llm, cancelled, channel)
+    request.cancel()
+    threading.Event().wait(0.1)
+    delivery.put(Update(0, [], "", output=request.output()))
+    assert channel.final.wait(PATIENCE)
+    delivery.close()
+    assert cancelled == [0]
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+TEMPLATE = """{{ bos_token }}{%- for m in messages %}
+{%- if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}
+{{ m.role }}={{ {'said': m.content} | tojson }}
+{%- if loop.last %}{% break %}{% endif %}
+{%- endfor %}
+{%- if thinking %}<think>{% endif %}"""
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "chat_template": "old"})
+    )
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    template = ChatTemplate(tmp_path)
+    messages = [{"role": "user", "content": "<é>"}]
+    assert template.prompt(messages, {"thinking": True}) == '<s>user={"said": "<é>"}<think>'
+    with pytest.raises(UserError, match="no system"):
+        template.prompt([{"role": "system", "content": "x"}], {})
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(UserError, match="refuses"):
+        ChatTemplate(tmp_path).prompt(messages, {})
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="broken"):
+        ChatTemplate(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages[0].content }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate(tmp_path).prompt(messages, {}) == "d<é>"
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        ChatTemplate(tmp_path).prompt(messages, {})
