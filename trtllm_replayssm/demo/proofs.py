@@ -15,7 +15,7 @@ from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.console import LOGGER, bytes_text
 from trtllm_replayssm.demo.catalogue import MODELS
 from trtllm_replayssm.demo.models import make_checkpoint
-from trtllm_replayssm.demo.runs import Meter, Run, drafted, forced, greedy, interrupted
+from trtllm_replayssm.demo.runs import Meter, Run, drafted, forced, greedy, interrupted, uncached
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
 from trtllm_replayssm.runtime.llm import LLM
@@ -86,7 +86,7 @@ class Demo:
         session = self.llm.session
         plain_meter, ordinary_meter, verify_meter = Meter(session), Meter(self.ordinary), Meter(session)
         plain = greedy(session, plain_meter, self.prompts, STEPS)
-        reference = self.reference(plain)
+        reference = uncached(self.model, self.prompts, plain.tokens)
         yield equal(f"prefill and {STEPS} decode steps equal transformers", plain.logits, reference)
         same = int((plain.logits.argmax(-1) == reference.argmax(-1)).sum())
         count = reference[..., 0].numel()
@@ -114,15 +114,6 @@ class Demo:
         text = outputs[0].outputs[0].text
         LOGGER.info("%s ... goes on, as a model with random weights does: %r", PROMPTS[0], text[:40])
         return Proof("LLM.generate gives the same tokens", f"{same} of {len(outputs)} texts", same == len(outputs))
-
-    @torch.no_grad()
-    def reference(self, run: Run) -> Tensor:
-        """transformers' logits for the same tokens, one uncached pass a request."""
-        rows = []
-        for prompt, tokens in zip(self.prompts, run.tokens):
-            logits = self.model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0]
-            rows.append(logits[len(prompt) - 1 :].float())
-        return torch.stack(rows)
 
 
 def traffic(plain: Meter, ordinary: Meter, verify: Meter) -> Iterator[Proof]:

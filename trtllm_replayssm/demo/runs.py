@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,3 +141,13 @@ def interrupted(session: Session, meter: Meter, prompts: Prompts, tokens: Tensor
         logits.append(out[request_of_slot.argsort()])
         session.commit(0, [1] * rows)
     return Run(tokens, torch.stack(logits, 1))
+
+
+@torch.no_grad()
+def uncached(model: Any, prompts: Prompts, tokens: Tensor) -> Tensor:
+    """Logits of a transformers model for the same tokens ``[rows, steps]``, as in Run: one pass a request, without a cache."""
+    rows = []
+    for prompt, continuation in zip(prompts, tokens):
+        logits = model(input_ids=torch.cat([prompt, continuation])[None], use_cache=False).logits[0]
+        rows.append(logits[len(prompt) - 1 :].float())
+    return torch.stack(rows)

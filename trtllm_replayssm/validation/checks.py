@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.demo.proofs import traffic
-from trtllm_replayssm.demo.runs import Meter, admitted, drafted, forced, interrupted
+from trtllm_replayssm.demo.runs import Meter, admitted, drafted, forced, interrupted, uncached
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.llm import LLM
@@ -57,12 +57,7 @@ def against_transformers(s: Subject) -> Iterator[Outcome]:
     if s.model is None:
         yield Outcome(claim, "transformers is not installed, or does not know the model", None)
         return
-    rows = []
-    with torch.no_grad():
-        for prompt, tokens in zip(s.prompts, s.plain.tokens):
-            logits = s.model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0]
-            rows.append(logits[len(prompt) - 1 :].float())
-    yield close(claim, s.plain.logits, torch.stack(rows), s.settings.dtype)
+    yield close(claim, s.plain.logits, uncached(s.model, s.prompts, s.plain.tokens), s.settings.dtype)
 
 
 def against_embedded(s: Subject) -> Iterator[Outcome]:
