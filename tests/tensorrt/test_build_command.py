@@ -23,6 +23,7 @@ from trtllm_replayssm.runtime import build as building
 from trtllm_replayssm.runtime.build import engine_config, read_checkpoint
 from trtllm_replayssm.runtime.engine_config import BuildOptions, EngineConfig
 from trtllm_replayssm.runtime.tensorrt.dry_run import dry_run, visualise
+from trtllm_replayssm.runtime.tensorrt.plans import any_machine, emitted_plans
 
 OPTIONS = BuildOptions(max_batch_size=4, max_seq_len=125, max_draft_len=3, engine_flavour="tensorrt")
 
@@ -109,6 +110,25 @@ def test_dry_run_of_tensorrt_rtx_shows_the_same_network(checkpoint: Path, monkey
             k: n for k, n in row.layers.items() if k != "IDENTITY"
         }
         assert [p for p in mine[row.scope].plugins if p != "replayssm::advance"] == row.plugins
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are Linux's")
+@pytest.mark.usefixtures("nothing_installed")
+def test_weights_stay_in_the_checkpoint_s_file(checkpoint: Path) -> None:
+    """What constants point at is the mapped file itself, and no second copy in this process."""
+    config, _ = read_checkpoint(checkpoint, OPTIONS)
+    ((_, step, _),) = emitted_plans(checkpoint, config, 0, any_machine())
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [fields[0].split("-") for fields in maps if fields[-1] == str(checkpoint / "rank0.safetensors")]
+    ranges = [(int(first, 16), int(end, 16)) for first, end in mapped]
+    assert ranges
+    held = {id(memory) for memory in step.emitter.named_weights.values()}
+    matrices = [name for name, weight in step.weights.items() if weight.ndim > 1]
+    assert len(matrices) > 30
+    for name in matrices:
+        memory = step.weights[name]
+        assert id(memory) in held, name
+        assert any(first <= memory.data_ptr() < end for first, end in ranges), name
 
 
 @pytest.mark.usefixtures("nothing_installed")

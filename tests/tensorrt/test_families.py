@@ -14,6 +14,7 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu
 from emission import REPLAY, Emission, Run
 from hf_models import MODELS, build, random_ids, reference_logits
 from hf_spelling import write_hub
+from test_recording import record
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
@@ -24,6 +25,8 @@ from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.network.tensorrt.build import StepSizes
+from trtllm_replayssm.network.tensorrt.describe import describe_network, describe_tensors
+from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
 
 ROWS, PROMPT, VERIFIED = 2, 7, 12
@@ -66,6 +69,15 @@ def test_tensorrt_builds_the_network(name: str) -> None:
     emission = Emission.of(decoder, torch.bfloat16, weights=cast)
     assert emission.step.tensors() == expected_tensors(emission)
     assert len(emission.plan(SIZES)) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_network_is_the_same_without_tensorrt(name: str) -> None:
+    """What ``build --dry_run`` shows where no TensorRT is installed."""
+    decoder, weights, _, _ = family(name)
+    genuine, recorded = Emission.of(decoder, weights=weights).step, record(decoder, weights, CutPlugins())
+    assert describe_network(recorded) == describe_network(genuine)
+    assert describe_tensors(recorded) == describe_tensors(genuine)
 
 
 def expected_tensors(emission: Emission) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
