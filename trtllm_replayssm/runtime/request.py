@@ -59,13 +59,21 @@ class Request:
         """Tokens that may still be generated."""
         return self.limit - len(self.tokens)
 
-    def take(self, token: int, logits: Tensor) -> str:
-        """Add a token and the logits ``[vocab]`` it was chosen from; returns text that may be shown. Sets finish_reason."""
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether ``take`` needs the logits that a token was chosen from."""
+        return self.params.return_generation_logits or self.params.logprobs is not None
+
+    def take(self, token: int, logits: Tensor | None) -> str:
+        """Add a token; returns text that may be shown. Sets finish_reason.
+
+        logits: ``[vocab]`` that it was chosen from; None where ``keeps_logits`` does not ask for them.
+        """
         self.tokens.append(token)
         self.history.append(token)
-        if self.params.return_generation_logits:
+        if logits is not None and self.params.return_generation_logits:
             self.logits.append(logits.cpu().clone())
-        if self.params.logprobs is not None:
+        if logits is not None and self.params.logprobs is not None:
             self.logprobs.append(logprobs(logits, token, self.params.logprobs))
         if token in self.end_ids:
             self.finish_reason, self.stop_reason = "stop", token

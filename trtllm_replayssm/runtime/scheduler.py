@@ -295,7 +295,9 @@ class Scheduler:
         tokens = []
         for slot, draft in drafts.items():
             request, row = requests[slot], slot - first
-            tokens.append(verify(logits[row], own[row], draft, request.params, request.position))
+            one = not draft.tokens
+            new = own[row][:1] if one else verify(logits[row], own[row], draft, request.params, request.position)
+            tokens.append(new)
         return dict(zip(drafts, agreed(tokens, self.max_draft_len + 1, self.session.engine)))
 
     def commit(self, kept: Mapping[int, list[int]], first: int) -> None:
@@ -315,22 +317,24 @@ class Scheduler:
         """
         for slot, new in tokens.items():
             try:
-                self.hand_out(slot, new, logits[slot - first])
+                self.hand_out(slot, new, logits[slot - first] if self.running[slot].request.keeps_logits else None)
             except Exception as error:
                 self.end_all([slot], error)
+        if self.drafter is None:
+            return
         kept = {}
         for slot, behind in following.items():
             if slot in self.running:
                 hidden = self.session.hidden[slot - first, : len(behind)]
                 kept[slot] = Kept(starts[slot], hidden, behind)
-        if self.drafter is not None and kept:
+        if kept:
             self.drafter.observe(kept)
 
-    def hand_out(self, slot: int, tokens: list[int], logits: Tensor) -> None:
-        """Give a request its tokens, up to the one that ends it; logits: ``[T, vocab]``, of each token."""
+    def hand_out(self, slot: int, tokens: list[int], logits: Tensor | None) -> None:
+        """Give a request its tokens, up to the one that ends it; logits: ``[T, vocab]``, of each, if it keeps them."""
         request, text, before = self.running[slot].request, "", len(self.running[slot].request.tokens)
         for i, token in enumerate(tokens):
-            text += request.take(token, logits[i])
+            text += request.take(token, None if logits is None else logits[i])
             if request.finish_reason is not None:
                 del self.running[slot]
                 break
