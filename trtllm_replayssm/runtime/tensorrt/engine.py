@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from trtllm_replayssm.compat import TensorRT, load_tensorrt
 from trtllm_replayssm.errors import EngineError
-from trtllm_replayssm.network.tensorrt.backend import bound_sizes
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.plugins.implementation import Implementation
 from trtllm_replayssm.plugins.tensorrt.quick import register_plugins
@@ -44,10 +43,6 @@ class TensorRTEngine(Engine):
     @property
     def gather_context_logits(self) -> bool:
         return self.record.gather_context_logits
-
-    def bound_shape(self, pool: str) -> tuple[int, ...]:
-        """Sizes of one slot of a pool as it is bound to a plan."""
-        return bound_sizes(self.config.pools()[pool])
 
 
 def load_plans(

@@ -39,6 +39,11 @@ class Plan:
         modes = {name: cuda_engine.get_tensor_mode(name).name for name in names}
         self.inputs = tuple(name for name in names if modes[name] == "INPUT")
         self.outputs = tuple(name for name in names if modes[name] == "OUTPUT")
+        #: Inputs whose memory TensorRT itself says that an output is, by output.
+        self.aliases = {}
+        if tensorrt.features.aliases:
+            found = {name: cuda_engine.get_aliased_input_tensor(name) for name in self.outputs}
+            self.aliases = {name: source for name, source in found.items() if source}
 
     def working_bytes(self) -> int:
         """Bytes that a step needs besides weights and state. Raises EngineError when the device has less."""
@@ -66,10 +71,6 @@ class Plan:
         if self.communicator is not None and not context.set_communicator(self.communicator):
             self.refuse("TensorRT does not take the ranks' communicator")
         return context
-
-    def aliased_input(self, output: str) -> str | None:
-        """The input whose memory TensorRT itself says that ``output`` is; None where it says nothing."""
-        return self.cuda_engine.get_aliased_input_tensor(output) if self.tensorrt.features.aliases else None
 
     def refuse(self, what: str) -> None:
         raise EngineError(f"{what}: {tensorrt_log(self.tensorrt.module).first_error()}")
@@ -103,9 +104,8 @@ class Execution:
             offset = address - tensors[name].untyped_storage().data_ptr()
             if offset % ALIGNMENT or not context.set_tensor_address(name, address):
                 plan.refuse(f"{name} cannot be bound to address {address:#x}")
-        for name in plan.outputs:
-            source = plan.aliased_input(name)
-            if source and tensors[source].data_ptr() != tensors[name].data_ptr():
+        for name, source in plan.aliases.items():
+            if tensors[source].data_ptr() != tensors[name].data_ptr():
                 plan.refuse(f"{name} must be bound to the address of {source}")
         if unknown := context.infer_shapes():
             plan.refuse(f"the engine wants to know more about {', '.join(unknown)}")

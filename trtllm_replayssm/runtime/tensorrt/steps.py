@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.network.tensorrt.backend import bound_sizes
 from trtllm_replayssm.network.tensorrt.build import DECODE, PREFILL, VERIFY
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import Engine
@@ -83,6 +84,7 @@ class PlanSteps:
         self.plan = Plan(engine.tensorrt, engine.cuda_engines[plan], engine.device, engine.group)
         bound = {*self.plan.inputs, *self.plan.outputs}
         self.pools = {name: pool for name, pool in pools.items() if name in bound} | {"cursors": cursors}
+        self.slot_shapes = {name: bound_sizes(pool) for name, pool in engine.config.pools().items() if name in bound}
         self.verify_tokens, self.longest = engine.config.replay.verify_tokens, engine.prefill_tokens
         self.with_hidden = "hidden_states" in bound
         self.with_previous = "previous_hidden" in bound
@@ -250,7 +252,7 @@ class PlanSteps:
             slots = pool[shape.first :]
             # State is one memory, in and out.
             tensors[name] = tensors[f"{name}_out"] = slots
-            shapes[name] = (shape.rows, *self.engine.bound_shape(name))
+            shapes[name] = (shape.rows, *self.slot_shapes[name])
         tensors["logits"] = self.buffers["logits"]
         if self.with_hidden:
             tensors["hidden_states"] = self.buffers["hidden_states"]
