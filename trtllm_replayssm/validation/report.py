@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def validate(
     report, began = Report(settings, machine=diagnose(folder).findings), time.perf_counter()
     for family in families:
         log.info("%s: making its checkpoint and engines", family)
-        subject = attempt(report, family, "build", lambda: prepared(family, settings, folder), told)  # noqa: B023
+        subject = attempt(report, family, "build", partial(prepared, family, settings, folder), told)
         if subject is None:
             continue
         engine = subject.llm.engine
