@@ -19,6 +19,7 @@ from trtllm_replayssm.builders.model import Mtp
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.runtime.generation import generate
 from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.scheduler import Scheduler
@@ -72,3 +73,20 @@ def test_llm_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for folder in (pair.embedded.folder, pair.folder)
     )
     assert got == expected
+
+
+def test_prompts_that_begin_alike_are_computed_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session, cache: PrefixCache | None) -> tuple[list[list[int]], list[int]]:
+        scheduler = Scheduler(session, None, None, None, cache)
+        shared = [5, 9, 7, 3] * 16
+        requests = []
+        for i in range(4):
+            requests.append(Request(i, [*shared, 6 + i, 8], SamplingParams(max_tokens=6), frozenset(), None))
+            generate(scheduler, requests[-1:])
+        return [request.tokens for request in requests], [request.cached_tokens for request in requests]
+
+    session = Session(pair.load(monkeypatch))
+    expected, _ = run(Session(pair.embedded), None)
+    got, cached = run(session, PrefixCache(session, 1 << 24))
+    assert got == expected
+    assert cached[-1] == 64
