@@ -112,12 +112,15 @@ def test_options_reach_the_builder() -> None:
     emission = Emission.of(one(Mlp(48, "relu2")))
     trt = emission.tensorrt.module
     plain = PlanOptions((8, 9)).config(emission.tensorrt, emission.builder)
-    chosen = PlanOptions((12, 0), strip_plan=True, weight_streaming=True, profiling_verbosity="detailed")
+    wanted = dict.fromkeys(("strip_plan", "weight_streaming", "weight_sparsity", "monitor_memory"), True)
+    chosen = PlanOptions((12, 0), profiling_verbosity="detailed", **wanted)
     config = chosen.config(emission.tensorrt, emission.builder)
     for flag, set_by_default, set_now in (
         ("TF32", False, False),
         ("STRIP_PLAN", False, True),
         ("WEIGHT_STREAMING", False, True),
+        ("SPARSE_WEIGHTS", False, True),
+        ("MONITOR_MEMORY", False, True),
     ):
         assert plain.get_flag(getattr(trt.BuilderFlag, flag)) is set_by_default
         assert config.get_flag(getattr(trt.BuilderFlag, flag)) is set_now

@@ -88,6 +88,10 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weight_streaming", action="store_true", help="weights that do not fit into the GPU stay on the host"
     )
+    group.add_argument(
+        "--weight_sparsity", action="store_true", help="use kernels for weights of which two in four are zero"
+    )
+    group.add_argument("--monitor_memory", action="store_true", help="report what the builder uses, with --log_level debug")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,6 +140,8 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
         plan=PlanOptions(
             strip_plan=args.strip_plan,
             weight_streaming=args.weight_streaming,
+            weight_sparsity=args.weight_sparsity,
+            monitor_memory=args.monitor_memory,
             input_timing_cache=args.input_timing_cache,
             output_timing_cache=args.output_timing_cache,
             profiling_verbosity=args.profiling_verbosity,

@@ -19,13 +19,17 @@ class PlanOptions:
     """Names and meanings are those of ``trtllm-build`` and ``trtexec``.
 
     capability: of the GPU, (major, minor); None for the one at hand. strip_plan: leave the weights out of the plan; they are
-    put back by a refit. weight_streaming: let the engine keep weights on the host and stream them. input_timing_cache,
-    output_timing_cache: files of measurements, which make a second build quick and alike. report: is told of progress.
+    put back by a refit. weight_streaming: let the engine keep weights on the host and stream them. weight_sparsity: use
+    kernels for weights of which two in four are zero. monitor_memory: report in the log what the builder uses.
+    input_timing_cache, output_timing_cache: files of measurements, which make a second build quick and alike. report: is told
+    of progress.
     """
 
     capability: tuple[int, int] | None = None
     strip_plan: bool = False
     weight_streaming: bool = False
+    weight_sparsity: bool = False
+    monitor_memory: bool = False
     input_timing_cache: Path | None = None
     output_timing_cache: Path | None = None
     profiling_verbosity: Literal["layer_names_only", "detailed", "none"] = "layer_names_only"
@@ -39,9 +43,14 @@ class PlanOptions:
         trt, config = tensorrt.module, builder.create_builder_config()
         # A float32 router must choose the experts that torch chooses: no shortened mantissas.
         config.clear_flag(trt.BuilderFlag.TF32)
-        for wanted, flag in ((self.strip_plan, "STRIP_PLAN"), (self.weight_streaming, "WEIGHT_STREAMING")):
+        for wanted, flag in (
+            (self.strip_plan, trt.BuilderFlag.STRIP_PLAN),
+            (self.weight_streaming, trt.BuilderFlag.WEIGHT_STREAMING),
+            (self.weight_sparsity, trt.BuilderFlag.SPARSE_WEIGHTS),
+            (self.monitor_memory, trt.BuilderFlag.MONITOR_MEMORY),
+        ):
             if wanted:
-                config.set_flag(getattr(trt.BuilderFlag, flag))
+                config.set_flag(flag)
         config.profiling_verbosity = getattr(trt.ProfilingVerbosity, self.profiling_verbosity.upper())
         tensorrt.set_capability(config, self.capability)
         if self.report is not None:
