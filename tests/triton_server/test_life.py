@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -123,15 +121,9 @@ def test_a_port_in_use_is_one_sentence(engine: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_loaded_is_one_sentence(engine: Path, tmp_path: Path) -> None:
-    """By its config before anything starts, by its weights when Triton's model says so."""
+    """By its config before anything starts; otherwise the model inside Triton says why."""
     done = command("serve", "--engine_dir", str(tmp_path))
     assert done.returncode == 1 and "config.json" in done.stderr and "Traceback" not in done.stderr
-    broken = Path(shutil.copytree(engine, tmp_path / "broken"))
-    os.truncate(broken / "rank0.engine", 1000)
-    done = command("serve", "--engine_dir", str(broken), *PORTS)
-    assert done.returncode == 1
-    assert "the Triton server could not start" in done.stderr and "rank0.engine" in done.stderr
-    assert "Traceback" not in done.stderr
     done = command("serve", "--engine_dir", str(engine), "--speculative_decoding_mode", "mtp", *PORTS)
     assert done.returncode == 1 and "could not start" in done.stderr and "no multi-token prediction head" in done.stderr
 

@@ -1,0 +1,93 @@
+"""The examples of serving run as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from serving import PATIENCE, Served, post
+
+from trtllm_replayssm.cli.main import build_parser
+from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.sampling import SamplingParams
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def run(*arguments: str | Path) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_triton_client(served: Served, llm: LLM, protocol: str) -> None:
+    url = getattr(served, protocol)
+    arguments = ["The sea", "--protocol", protocol, "--url", url, "--max_tokens", "20"]
+    wanted = llm.generate("The sea", SamplingParams(max_tokens=20)).outputs[0].text  # type: ignore[union-attr]
+    # Line ends and the like come through a pipe as Python reads them.
+    assert run(EXAMPLES / "triton_client.py", *arguments).split() == wanted.split()
+
+
+def test_openai_client(served: Served) -> None:
+    said = run(EXAMPLES / "openai_client.py", "Hello", f"http://{served.openai}/v1")
+    assert said.rstrip().endswith("[64 tokens]")
+
+
+def test_offline_batch(engine: Path) -> None:
+    said = run(EXAMPLES / "offline_batch.py", engine)
+    assert said.count(" -> ") >= 16
+    # 16 prompts of 8, 12, 16 and 20 tokens.
+    assert "224 tokens of 16 prompts" in said
+
+
+def test_replicas(server_package: None, engine: Path, tmp_path: Path) -> None:
+    command = tmp_path / "trtllm-replayssm"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trtllm_replayssm "$@"\n')
+    command.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"PORT": str(port), "DEVICE": "cpu"}
+    script = subprocess.Popen([EXAMPLES / "multi_gpu.sh", "replicas", engine, "1"], env=environment)
+    try:
+        deadline = time.monotonic() + 2 * PATIENCE
+        while True:
+            try:
+                status, data = post(f"http://127.0.0.1:{port + 3}/v1/completions", {"model": "model", "prompt": "a"})
+                break
+            except OSError:
+                assert script.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+        assert status == 200, data
+        family = psutil.Process(script.pid).children(recursive=True)
+    finally:
+        script.send_signal(signal.SIGTERM)
+        script.wait(PATIENCE)
+    assert not psutil.wait_procs(family, PATIENCE)[1]
+
+
+def test_manifest() -> None:
+    """The service finds the pods and their ports, and the arguments are those of serve."""
+    service, deployment = yaml.safe_load_all((EXAMPLES / "kubernetes" / "triton.yaml").read_text(encoding="utf-8"))
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    args = build_parser().parse_args(["serve", *container["args"]])
+    assert ports == {name: getattr(args, f"{name}_port") for name in ("http", "grpc", "metrics", "openai")}
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    entry = (EXAMPLES / "kubernetes" / "Dockerfile").read_text(encoding="utf-8").split("ENTRYPOINT ")[1]
+    assert json.loads(entry)[:2] == ["trtllm-replayssm", "serve"]
