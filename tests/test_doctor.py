@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from trtllm_replayssm import compat, doctor
-from trtllm_replayssm.doctor import Finding, diagnose, judge, version_tuple
+from trtllm_replayssm.doctor import diagnose, version_tuple
+from trtllm_replayssm.triton import installation
 
 
 def verdicts() -> dict[str, bool]:
@@ -158,20 +159,6 @@ def test_tensorrt_llm_with_and_without_its_builder(
     assert doctor.probe_tensorrt_llm().present is usable
 
 
-def test_what_this_version_lacks_is_not_blamed_on_the_machine() -> None:
-    findings = {name: Finding(name, True, "there") for names in doctor.NEEDS.values() for name in names}
-    for name, reason in doctor.NOT_IN_THIS_VERSION.items():
-        capability = judge(name, findings)
-        assert not capability.available
-        assert capability.missing == (f"not in this version: {reason}",)
-        assert capability.mend == ()
-
-
-def test_nothing_is_to_be_installed_for_what_this_version_lacks() -> None:
-    findings = {name: Finding(name, False, "absent", "get it") for names in doctor.NEEDS.values() for name in names}
-    assert all(judge(name, findings).mend == () for name in doctor.NOT_IN_THIS_VERSION)
-
-
 def test_missing_nvidia_smi_is_not_a_missing_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.probe_gpu().value == "nvidia-smi is not installed"
 
@@ -182,9 +169,15 @@ def test_missing_nvidia_smi_is_not_a_missing_gpu(no_gpu: None, monkeypatch: pyte
     assert doctor.probe_gpu().value == "nvidia-smi finds no GPU"
 
 
-def test_triton_is_found_where_its_container_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_found_on_path_or_in_a_package(
+    tmp_path: Path, versions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(installation, "find_spec", lambda name: None)
     assert not doctor.probe_triton().present
+    monkeypatch.setattr(installation, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    versions(nvidia_pytriton="0.7.0")
+    assert doctor.probe_triton().value == "in nvidia-pytriton 0.7.0"
     (tmp_path / "tritonserver").touch(0o755)
     assert doctor.probe_triton().value == str(tmp_path / "tritonserver")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import UserError, pip_extra
+from trtllm_replayssm.triton.installation import HINT, PACKAGE, installed_server, package_folder
 
 #: First release of TensorRT-LLM without an engine builder.
 TRTLLM_WITHOUT_BUILDER = (1, 3)
@@ -64,9 +65,6 @@ def judge(capability: str, findings: dict[str, Finding]) -> Capability:
     needed = [findings[name] for name in NEEDS[capability]]
     absent = [finding for finding in needed if not finding.present]
     missing = [f"{finding.name}: {finding.value}" for finding in absent]
-    if capability in NOT_IN_THIS_VERSION:
-        # Nothing that could be installed would bring it.
-        return Capability(capability, False, (f"not in this version: {NOT_IN_THIS_VERSION[capability]}",), ())
     return Capability(
         capability, not missing, tuple(missing), tuple(finding.mend for finding in absent if finding.mend)
     )
@@ -156,9 +154,11 @@ def probe_tensorrt_llm() -> Finding:
 
 
 def probe_triton() -> Finding:
-    path = shutil.which("tritonserver", path=os.pathsep.join((os.environ.get("PATH", ""), "/opt/tritonserver/bin")))
-    mend = "run in a container of NVIDIA's tritonserver, tag 25.10-py3 or newer"
-    return Finding("Triton server", path is not None, path or "tritonserver is not on PATH", mend)
+    if (path := installed_server()) is not None:
+        return Finding("Triton server", True, str(path), HINT)
+    if package_folder() is not None:
+        return Finding("Triton server", True, f"in {PACKAGE} {installed(PACKAGE)}", HINT)
+    return Finding("Triton server", False, f"tritonserver is not on PATH, and {PACKAGE} is not installed", HINT)
 
 
 def probe_transformers() -> Finding:
@@ -224,9 +224,4 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "TensorRT engine": ("Python", "torch", "NVIDIA GPU", "NVRTC", "TensorRT"),
     "trtllm-build": ("Python", "torch", "NVIDIA GPU", "NVRTC", "TensorRT", "TensorRT-LLM"),
     "Triton server": ("Python", "torch", "Triton server"),
-}
-
-#: Capabilities that no machine has yet.
-NOT_IN_THIS_VERSION: dict[str, str] = {
-    "Triton server": "it brings no Triton model repository",
 }

@@ -19,6 +19,7 @@ from trtllm_replayssm.errors import UserError, pip_extra
 CONTAINER_FOLDER = "/opt/tritonserver/bin"
 #: The package that carries a server, for machines that have none.
 PACKAGE = "nvidia-pytriton"
+HINT = f"{pip_extra('serve')}, or run inside a container of NVIDIA's tritonserver"
 STUB = "triton_python_backend_stub"
 
 
@@ -41,16 +42,23 @@ def find_server(given: Path | None, work_folder: Path) -> Installation:
         if not os.access(given, os.X_OK) or given.is_dir():
             raise UserError(f"{given} is no program", "--tritonserver must be the path of the tritonserver binary")
         return Installation(given)
+    if (found := installed_server()) is not None:
+        return Installation(found)
+    if (package := package_folder()) is not None:
+        return bundled(package, work_folder)
+    raise UserError("no Triton server was found: tritonserver is not on PATH, and no package carries one", HINT)
+
+
+def installed_server() -> Path | None:
+    """The server on PATH, or where containers have it."""
     found = shutil.which("tritonserver", path=os.pathsep.join((os.environ.get("PATH", ""), CONTAINER_FOLDER)))
-    if found is not None:
-        return Installation(Path(found))
+    return None if found is None else Path(found)
+
+
+def package_folder() -> Path | None:
+    """Folder of the package that carries a server."""
     package = find_spec("pytriton")
-    if package is None or package.origin is None:
-        raise UserError(
-            "no Triton server was found: tritonserver is not on PATH, and no package carries one",
-            f"{pip_extra('serve')}, or run inside a container of NVIDIA's tritonserver",
-        )
-    return bundled(Path(package.origin).parent, work_folder)
+    return None if package is None or package.origin is None else Path(package.origin).parent
 
 
 def bundled(package: Path, work_folder: Path) -> Installation:
