@@ -114,7 +114,7 @@ def text_config() -> str:
 
 
 def named(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    return [spec for spec in specs if spec.text_name]
+    return [spec for spec in specs if not spec.tokens_only]
 
 
 def tensor(side: str, name: str, spec: TensorSpec, more: str = "") -> str:

@@ -10,74 +10,81 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of config.pbtxt. dtype: Triton's name without ``TYPE_``. dims: -1 is any size. text_name: what it is called in
-    the model that takes and gives text; empty where that model has none such."""
+    """A tensor of config.pbtxt. dtype: Triton's name without ``TYPE_``. dims: -1 is any size.
+
+    alias: what the model that takes and gives text calls it, where that is another name. tokens_only: it has none such.
+    """
 
     name: str
     dtype: str
     dims: tuple[int, ...] = (1,)
-    text_name: str = ""
+    alias: str = ""
+    tokens_only: bool = False
+
+    @property
+    def text_name(self) -> str:
+        return self.alias or self.name
 
 
 #: All are optional for Triton; the model says what is missing.
 INPUTS = (
     # The prompt: input_ids, or text_input.
-    TensorSpec("input_ids", "INT32", (-1,)),
-    TensorSpec("input_lengths", "INT32"),
-    TensorSpec("text_input", "STRING", text_name="text_input"),
-    TensorSpec("request_output_len", "INT32", text_name="max_tokens"),
-    TensorSpec("streaming", "BOOL", text_name="stream"),
-    TensorSpec("stop", "BOOL"),
+    TensorSpec("input_ids", "INT32", (-1,), tokens_only=True),
+    TensorSpec("input_lengths", "INT32", tokens_only=True),
+    TensorSpec("text_input", "STRING"),
+    TensorSpec("request_output_len", "INT32", alias="max_tokens"),
+    TensorSpec("streaming", "BOOL", alias="stream"),
+    TensorSpec("stop", "BOOL", tokens_only=True),
     # Which tokens.
-    TensorSpec("temperature", "FP32", text_name="temperature"),
-    TensorSpec("runtime_top_k", "INT32", text_name="top_k"),
-    TensorSpec("runtime_top_p", "FP32", text_name="top_p"),
-    TensorSpec("seed", "UINT64", text_name="seed"),
+    TensorSpec("temperature", "FP32"),
+    TensorSpec("runtime_top_k", "INT32", alias="top_k"),
+    TensorSpec("runtime_top_p", "FP32", alias="top_p"),
+    TensorSpec("seed", "UINT64"),
     # When to stop.
-    TensorSpec("end_id", "INT32", text_name="end_id"),
-    TensorSpec("pad_id", "INT32", text_name="pad_id"),
-    TensorSpec("stop_words_list", "INT32", (2, -1)),
-    TensorSpec("stop_words", "STRING", (-1,), text_name="stop_words"),
+    TensorSpec("end_id", "INT32"),
+    TensorSpec("pad_id", "INT32"),
+    TensorSpec("stop_words_list", "INT32", (2, -1), tokens_only=True),
+    TensorSpec("stop_words", "STRING", (-1,)),
     # What to tell.
-    TensorSpec("exclude_input_in_output", "BOOL", text_name="exclude_input_in_output"),
-    TensorSpec("return_log_probs", "BOOL", text_name="return_log_probs"),
-    TensorSpec("num_log_probs", "INT32", text_name="num_log_probs"),
-    TensorSpec("return_generation_logits", "BOOL", text_name="return_generation_logits"),
-    TensorSpec("return_perf_metrics", "BOOL", text_name="return_perf_metrics"),
-    TensorSpec("add_special_tokens", "BOOL", text_name="add_special_tokens"),
-    TensorSpec("skip_special_tokens", "BOOL", text_name="skip_special_tokens"),
+    TensorSpec("exclude_input_in_output", "BOOL"),
+    TensorSpec("return_log_probs", "BOOL"),
+    TensorSpec("num_log_probs", "INT32"),
+    TensorSpec("return_generation_logits", "BOOL"),
+    TensorSpec("return_perf_metrics", "BOOL"),
+    TensorSpec("add_special_tokens", "BOOL"),
+    TensorSpec("skip_special_tokens", "BOOL"),
     # Only with the value that changes nothing (asks.NEUTRAL).
-    TensorSpec("beam_width", "INT32", text_name="beam_width"),
-    TensorSpec("num_return_sequences", "INT32", text_name="num_return_sequences"),
-    TensorSpec("repetition_penalty", "FP32", text_name="repetition_penalty"),
-    TensorSpec("presence_penalty", "FP32", text_name="presence_penalty"),
-    TensorSpec("frequency_penalty", "FP32", text_name="frequency_penalty"),
-    TensorSpec("len_penalty", "FP32", text_name="len_penalty"),
-    TensorSpec("min_tokens", "INT32", text_name="min_tokens"),
-    TensorSpec("bad_words_list", "INT32", (2, -1)),
-    TensorSpec("bad_words", "STRING", (-1,), text_name="bad_words"),
-    TensorSpec("return_context_logits", "BOOL", text_name="return_context_logits"),
-    TensorSpec("draft_input_ids", "INT32", (-1,)),
+    TensorSpec("beam_width", "INT32"),
+    TensorSpec("num_return_sequences", "INT32"),
+    TensorSpec("repetition_penalty", "FP32"),
+    TensorSpec("presence_penalty", "FP32"),
+    TensorSpec("frequency_penalty", "FP32"),
+    TensorSpec("len_penalty", "FP32"),
+    TensorSpec("min_tokens", "INT32"),
+    TensorSpec("bad_words_list", "INT32", (2, -1), tokens_only=True),
+    TensorSpec("bad_words", "STRING", (-1,)),
+    TensorSpec("return_context_logits", "BOOL"),
+    TensorSpec("draft_input_ids", "INT32", (-1,), tokens_only=True),
 )
 
 #: Those of the first group are in every response; the others on the last one, where they were asked for.
 OUTPUTS = (
-    TensorSpec("output_ids", "INT32", (-1, -1), text_name="output_ids"),
-    TensorSpec("sequence_length", "INT32", (-1,), text_name="sequence_length"),
-    TensorSpec("text_output", "STRING", (-1,), text_name="text_output"),
-    TensorSpec("finish_reason", "STRING", (-1,), text_name="finish_reason"),
-    TensorSpec("cum_log_probs", "FP32", (-1,), text_name="cum_log_probs"),
-    TensorSpec("output_log_probs", "FP32", (-1, -1), text_name="output_log_probs"),
+    TensorSpec("output_ids", "INT32", (-1, -1)),
+    TensorSpec("sequence_length", "INT32", (-1,)),
+    TensorSpec("text_output", "STRING", (-1,)),
+    TensorSpec("finish_reason", "STRING", (-1,)),
+    TensorSpec("cum_log_probs", "FP32", (-1,)),
+    TensorSpec("output_log_probs", "FP32", (-1, -1)),
     # Of the likeliest tokens in each place, with num_log_probs.
-    TensorSpec("top_token_ids", "INT32", (-1, -1, -1), text_name="top_token_ids"),
-    TensorSpec("top_log_probs", "FP32", (-1, -1, -1), text_name="top_log_probs"),
-    TensorSpec("generation_logits", "FP32", (-1, -1, -1), text_name="generation_logits"),
+    TensorSpec("top_token_ids", "INT32", (-1, -1, -1)),
+    TensorSpec("top_log_probs", "FP32", (-1, -1, -1)),
+    TensorSpec("generation_logits", "FP32", (-1, -1, -1)),
     # With return_perf_metrics.
-    TensorSpec("arrival_time_ns", "INT64", text_name="arrival_time_ns"),
-    TensorSpec("first_scheduled_time_ns", "INT64", text_name="first_scheduled_time_ns"),
-    TensorSpec("first_token_time_ns", "INT64", text_name="first_token_time_ns"),
-    TensorSpec("last_token_time_ns", "INT64", text_name="last_token_time_ns"),
-    TensorSpec("acceptance_rate", "FP32", text_name="acceptance_rate"),
-    TensorSpec("total_accepted_draft_tokens", "INT32", text_name="total_accepted_draft_tokens"),
-    TensorSpec("total_draft_tokens", "INT32", text_name="total_draft_tokens"),
+    TensorSpec("arrival_time_ns", "INT64"),
+    TensorSpec("first_scheduled_time_ns", "INT64"),
+    TensorSpec("first_token_time_ns", "INT64"),
+    TensorSpec("last_token_time_ns", "INT64"),
+    TensorSpec("acceptance_rate", "FP32"),
+    TensorSpec("total_accepted_draft_tokens", "INT32"),
+    TensorSpec("total_draft_tokens", "INT32"),
 )
