@@ -14,6 +14,7 @@ from torch import Tensor
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, rank_file
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.hf.config import text_section
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.demo.catalogue import DemoModel
 from trtllm_replayssm.demo.models import drawn, save_model
@@ -34,7 +35,7 @@ def make_checkpoint(description: DemoModel, folder: Path, dtype: str) -> Any:
         tp_size=1,
         decoder=decoder,
         replay=ReplayConfig(),
-        eos_token_ids=(description.arguments["eos_token_id"],),
+        eos_token_ids=(text_section(values)["eos_token_id"],),
     )
     write_checkpoint(folder / "checkpoint", config, random_weights(decoder))
     return None

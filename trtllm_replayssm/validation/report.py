@@ -83,6 +83,8 @@ def validate(
     A check that ends in an error has failed; the others go on.
     """
     report, began = Report(settings, machine=diagnose(folder).findings), time.perf_counter()
+    if left_out := families_without_model():
+        log.warning("not checked, because there is no tiny model: %s", ", ".join(left_out))
     for family in families:
         log.info("%s: making its checkpoint and engines", family)
         subject = attempt(report, family, "build", partial(prepared, family, settings, folder), told)
