@@ -1,13 +1,14 @@
 // Products of rows with the matrices of their experts: y[pair] = act(W[expert] x[row]) for pairs sorted by expert.
 //
 // A block takes WEIGHT_ROWS rows of one expert's matrix, 16 * TALL for each warp, and all of the expert's pairs, COLUMNS at a
-// time. The matrix is the left operand of the tensor cores, so that few pairs waste little: a decode step has a handful
+// time; SHARES neighbouring blocks divide them, so that an expert with many pairs has its rows read from memory once, and from
+// the cache by the others. The matrix is the left operand of the tensor cores, so that few pairs waste little: a decode step has a handful
 // of them for each expert and is bound by reading the matrices. Tiles of DEPTH_TILE contracted elements pass through a ring
 // of STAGES; every row of a tile is 128 bytes, of which the 16-byte pieces are swapped by the row's number, so that neither
 // the copies nor ldmatrix meet bank conflicts. With SWIGLU half of a block's rows are gates and half are their factors.
 //
-// Macros: ACT (16 bits), OUTER (rows of y: those of W, or half of them), DEPTH, WARPS, TALL, COLUMNS, STAGES, ACTIVATION
-// (0 none, 1 relu2, 2 swiglu), LIMIT (of swiglu; infinite where it has none), TOP_K, GATHER (x has a row for each token, of which a
+// Macros: ACT (16 bits), OUTER (rows of y: those of W, or half of them), DEPTH, WARPS, TALL, COLUMNS, STAGES, SHARES,
+// ACTIVATION (0 none, 1 relu2, 2 swiglu), LIMIT (of swiglu; infinite where it has none), TOP_K, GATHER (x has a row for each token, of which a
 // pair is token * TOP_K + choice; otherwise for each sorted pair), SCATTER (y has a row for each pair, otherwise each sorted
 // pair).
 #include "async_copy.cuh"
@@ -52,11 +53,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     __shared__ i64 x_rows[COLUMNS];
     const int expert = active[blockIdx.y];
     if (expert < 0) return;
-    const int begin = expert ? ends[expert - 1] : 0, end = ends[expert], first = blockIdx.x * OUT_ROWS;
+    const int begin = expert ? ends[expert - 1] : 0, end = ends[expert], first = blockIdx.x / SHARES * OUT_ROWS;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const ACT* matrix = weight + i64(expert) * (SWIGLU ? 2 : 1) * OUTER * DEPTH;
 
-    for (int base = begin; base < end; base += COLUMNS) {
+    for (int base = begin + blockIdx.x % SHARES * COLUMNS; base < end; base += SHARES * COLUMNS) {
         const int columns = min(COLUMNS, end - base);
         __syncthreads();
         for (int c = thread; c < COLUMNS; c += THREADS)

@@ -20,6 +20,8 @@ from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch
 MOST_CHOICES, MOST_EXPERTS = 32, 512
 #: ACTIVATION of grouped_linear.cu.
 ACTIVATIONS = ("none", "relu2", "swiglu")
+#: Blocks that divide the pairs of an expert among them, at most.
+MOST_SHARES = 4
 #: Contracted elements of a tile of grouped_linear.cu.
 DEPTH_TILE = 64
 INFINITE = "__int_as_float(0x7f800000)"
@@ -121,9 +123,11 @@ def experts(
     shape = tile or tile_for(pairs, count)
     most = min(pairs, count)
     sorted_pairs = (order, ends, active)
-    kernel = linear_kernel(x.dtype, inner, width, shape, activation, limit, top_k, gather=True)
+    # No expert has more pairs than there are tokens.
+    shares = max(1, min(MOST_SHARES, -(-tokens // shape.columns)))
+    kernel = linear_kernel(x.dtype, inner, width, shape, activation, limit, top_k, True, shares)
     launch(Launch(kernel, (blocks(kernel), most, 1)), (x, up, *sorted_pairs), (hidden,))
-    kernel = linear_kernel(x.dtype, width, inner, shape, "none", None, top_k, gather=False)
+    kernel = linear_kernel(x.dtype, width, inner, shape, "none", None, top_k, False, shares)
     launch(Launch(kernel, (blocks(kernel), most, 1)), (hidden, down, *sorted_pairs), (products,))
     return weighted_sum(products, weights)
 
@@ -156,8 +160,9 @@ def linear_kernel(
     limit: float | None,
     top_k: int,
     gather: bool,
+    shares: int = MOST_SHARES,
 ) -> Kernel:
-    """gather: the product that reads tokens; otherwise the one that writes a row for each pair."""
+    """gather: the product that reads tokens; otherwise the one that writes a row for each pair. shares: see the source."""
     defines = (
         ("ACT", CUDA_TYPES[dtype]),
         ("OUTER", outer),
@@ -166,6 +171,7 @@ def linear_kernel(
         ("TALL", tile.tall),
         ("COLUMNS", tile.columns),
         ("STAGES", tile.stages),
+        ("SHARES", shares),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
         ("LIMIT", INFINITE if limit is None else f"{float(limit)!r}f"),
         ("TOP_K", top_k),
@@ -177,7 +183,7 @@ def linear_kernel(
 
 
 def blocks(kernel: Kernel) -> int:
-    """Blocks that share the rows of one expert's matrix."""
+    """Blocks of one expert."""
     macros = dict(kernel.defines)
     rows = (
         16
@@ -185,7 +191,7 @@ def blocks(kernel: Kernel) -> int:
         * int(macros["TALL"])
         // (2 if macros["ACTIVATION"] == ACTIVATIONS.index("swiglu") else 1)
     )
-    return -(-int(macros["OUTER"]) // rows)
+    return -(-int(macros["OUTER"]) // rows) * int(macros["SHARES"])
 
 
 def suited(x: Tensor, up: Tensor, down: Tensor, top_k: int) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
 from trtllm_replayssm.network.experts import masked_experts
+from trtllm_replayssm.network.gated import Limit
 from trtllm_replayssm.network.routing import Routing
 from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
 from trtllm_replayssm.plugins.cursors import Step
@@ -136,10 +137,11 @@ class CudaNetwork(TorchNetwork):
         up: Tensor,
         down: Tensor,
         activation: str,
-        limit: float | None,
+        limit: Limit,
     ) -> Tensor:
         flat, chosen, share = as_tokens(resolved(x)), indices.flatten(0, -2), weights.flatten(0, -2)
-        if activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1]):
+        has_kernel = activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1])
+        if has_kernel and not isinstance(limit, tuple):
             out = experts.experts(
                 flat, chosen.int().contiguous(), share.float().contiguous(), up, down, activation, limit
             )
@@ -155,8 +157,8 @@ PARTS = WeakTensorKeyDictionary()
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight^T`` in float32 of bfloat16 x ``[tokens, in]`` and float32 weight ``[out, in]``, by tensor cores.
 
-    Three bfloat16 numbers hold the 24 bits of a float32 one, and the products are exact: this is the float32 product, only
-    summed in another order.
+    Three bfloat16 numbers hold the 24 bits of a float32 one, and the products are exact. Tensor cores sum them in float32,
+    to a few parts in a million.
     """
     if weight not in PARTS:
         parts, rest = [], weight

@@ -1,7 +1,8 @@
 """Engines with random weights, made where they run: a model's speed does not depend on what it was trained to say.
 
 Weights are drawn on the device, tensor by tensor, so that a model needs no memory of the host and no file. Their scales keep
-activations near 1 and decays where trained models have them; the text means nothing.
+activations near 1 and decays where trained models have them; the text means nothing. Branches add little to what a token's
+embedding is, so that tokens stay as unlike as they were drawn and choose all experts alike, as those of trained models do.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from trtllm_replayssm.runtime.ranks import process_group
 
 #: Ranges of exp(A_log) and of softplus(dt_bias) at which Mamba-2 and its successors are initialised for training.
 DECAY_RATES, TIME_STEPS = (1.0, 16.0), (1e-3, 1e-1)
+#: Ends of the names of matrices whose products are added to the residual stream.
+OUTPUTS = ("out_proj.weight", "dense.weight", "down.weight", "latent_out.weight")
 
 
 def synthetic_checkpoint(config_file: str | Path, dtype: str = "bfloat16", tp_size: int = 1) -> CheckpointConfig:
@@ -77,17 +80,26 @@ def synthetic_weights(
 ) -> dict[str, Tensor]:
     """One rank's weights by name, on the device; ranks differ where they hold different parts."""
     weights, parameters = {}, checkpoint.decoder.parameters(checkpoint.tp_size)
+    decoder = checkpoint.decoder
     for name, (dtype, shape) in checkpoint.rank_layout().items():
-        parameter = parameters[name]
+        parameter, scale = parameters[name], shape[-1] ** -0.5
+        if name.endswith(OUTPUTS):
+            scale *= len(decoder.layers) ** -0.5
+        elif name == "transformer.vocab_embedding.weight" and not decoder.tie_embeddings:
+            scale = 1.0
         part = 0 if parameter.axis is None else rank
         # 32 bits, because that is all that a CPU's generator takes of its seed.
         generator = torch.Generator(device).manual_seed(crc32(f"{seed} {part} {name}".encode()))
-        weights[name] = filled(torch.empty(shape, dtype=dtype, device=device), name, parameter.nonzero, generator)
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        weights[name] = filled(empty, name, scale, parameter.nonzero, generator)
     return weights
 
 
-def filled(tensor: Tensor, name: str, nonzero: bool, generator: torch.Generator) -> Tensor:
-    """The tensor with plausible values for a parameter of that name, which a trained model may not leave 0 if ``nonzero``."""
+def filled(tensor: Tensor, name: str, scale: float, nonzero: bool, generator: torch.Generator) -> Tensor:
+    """The tensor with plausible values for a parameter of that name, which a trained model may not leave 0 if ``nonzero``.
+
+    scale: standard deviation of a matrix's elements.
+    """
     short = name.rpartition(".")[2]
     if short == "A_log":
         return tensor.uniform_(*DECAY_RATES, generator=generator).log_()
@@ -97,4 +109,4 @@ def filled(tensor: Tensor, name: str, nonzero: bool, generator: torch.Generator)
     if tensor.ndim == 1:
         # Norms that multiply and skips are 1; biases and norms that multiply by 1 + w are 0.
         return tensor.fill_(1.0 if nonzero or short == "D" else 0.0)
-    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    return tensor.normal_(0.0, scale, generator=generator)
