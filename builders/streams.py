@@ -1,7 +1,8 @@
-"""Hyper-connections: several residual streams, mixed anew by every branch that reads and writes them.
+"""What a model may have in the place of its residual stream: hyper-connections, or attention over sums of layers.
 
-Streams travel as one tensor ``[rows, T, count * D]``. A branch reads a mixture of them ``[rows, T, D]`` and its output is
-written back to all of them, with weights that are computed from the streams themselves.
+Hyper-connections are several residual streams, which travel as one tensor ``[rows, T, count * D]``. A branch reads a mixture
+of them ``[rows, T, D]`` and its output is written back to all of them, with weights that are computed from the streams
+themselves. Attention residuals keep what earlier blocks of layers added up to, and every branch reads a mixture of that.
 """
 
 from __future__ import annotations
@@ -15,40 +16,50 @@ from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.network.base import Network, Tensor
 
 
-@dataclass(frozen=True)
 class Streams(Described, ABC):
-    """count: streams. norm_epsilon: of the norm of the streams.
+    """What stands in the place of the one residual stream.
 
-    branch_norms: whether branches and head have norms of their own behind the mixture.
+    branch_norms: whether branches and head have norms of their own behind what they read.
     """
 
     branch_norms: ClassVar[bool]
-
-    count: int
-    norm_epsilon: float
 
     @abstractmethod
     def branch_parameters(self, hidden_size: int) -> dict[str, Parameter]:
         """Weights of one branch's mixing, by name; every rank holds them whole."""
 
+    @abstractmethod
     def final_parameters(self, hidden_size: int) -> dict[str, Parameter]:
         """Weights of what brings the streams together for the head."""
-        return {}
 
     @abstractmethod
-    def read(self, net: Network, name: str, streams: Tensor) -> tuple[Tensor, Any]:
+    def opened(self, net: Network, x: Tensor) -> Any:
+        """The streams at the start, from the embedding ``[rows, T, D]``."""
+
+    @abstractmethod
+    def read(self, net: Network, name: str, streams: Any) -> tuple[Tensor, Any]:
         """What a branch reads ``[rows, T, D]``, and what ``written`` needs to know. name: prefix of the weights."""
 
     @abstractmethod
-    def written(self, net: Network, streams: Tensor, output: Tensor, mixing: Any) -> Tensor:
+    def written(self, net: Network, streams: Any, output: Tensor, mixing: Any) -> Any:
         """The streams after a branch whose output is ``[rows, T, D]``."""
 
     @abstractmethod
-    def closed(self, net: Network, name: str, streams: Tensor) -> Tensor:
+    def closed(self, net: Network, name: str, streams: Any) -> Tensor:
         """What the head reads ``[rows, T, D]``. name: prefix of the weights."""
 
+
+@dataclass(frozen=True)
+class HyperConnections(Streams):
+    """count: streams, which start as copies of the embedding. norm_epsilon: of the norm of the streams."""
+
+    count: int
+    norm_epsilon: float
+
+    def final_parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        return {}
+
     def opened(self, net: Network, x: Tensor) -> Tensor:
-        """The streams at the start: copies of the embedding ``[rows, T, D]``."""
         return net.concat((x,) * self.count)
 
     def apart(self, net: Network, streams: Tensor) -> Tensor:
@@ -60,7 +71,7 @@ class Streams(Described, ABC):
 
 
 @dataclass(frozen=True)
-class SinkhornStreams(Streams):
+class SinkhornStreams(HyperConnections):
     """Manifold-constrained hyper-connections (Xie et al. 2026, "mHC"), as in GLM-5.3.
 
     With n streams S ``[n, D]`` and ``p = mix @ rms_norm(flatten(S)) + base``, cut into n, n and n x n numbers a, b, C:
@@ -99,7 +110,7 @@ class SinkhornStreams(Streams):
         return net.cast_like(net.flatten(x), streams), (after, across)
 
     def written(self, net: Network, streams: Tensor, output: Tensor, mixing: Any) -> Tensor:
-        after, across = (net.cast_like(weights, streams) for weights in mixing)
+        after, across, output = (net.cast_like(part, streams) for part in (*mixing, output))
         kept = net.matmul(across, self.apart(net, streams), transpose_a=True)
         added = net.multiply(net.unflatten(after, (self.count, 1)), net.unflatten(output, (1, -1)))
         return net.flatten(net.add(kept, added))
@@ -109,7 +120,7 @@ class SinkhornStreams(Streams):
 
 
 @dataclass(frozen=True)
-class GatedStreams(Streams):
+class GatedStreams(HyperConnections):
     """Gated residual streams, as in Qwen3.8-Flash-Next.
 
     With n streams S and ``N = rms_norm(S)``, each stream by itself with zero-centred weights: a branch reads
@@ -147,8 +158,66 @@ class GatedStreams(Streams):
         return x, net.scale(net.activation(inject, "sigmoid"), 2.0)
 
     def written(self, net: Network, streams: Tensor, output: Tensor, mixing: Any) -> Tensor:
-        added = net.multiply(net.unflatten(mixing, (self.count, 1)), net.unflatten(output, (1, -1)))
-        return net.add(streams, net.flatten(added))
+        output = net.unflatten(net.cast_like(output, streams), (1, -1))
+        return net.add(streams, net.flatten(net.multiply(net.unflatten(mixing, (self.count, 1)), output)))
 
     def closed(self, net: Network, name: str, streams: Tensor) -> Tensor:
         return self.mixture(net, name, streams)[0]
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """State of AttentionResiduals. sums ``[rows, T, D]``: the embedding, then of each block the sum of its branches' outputs.
+
+    branches: how many have written.
+    """
+
+    sums: tuple[Tensor, ...]
+    branches: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionResiduals(Streams):
+    """Block attention residuals (Kimi team 2026, arXiv:2603.15031), as in Kimi-K3.
+
+    The outputs of ``block`` branches in a row are added up; so is the embedding, as a block of its own. Of these sums b, those
+    of earlier blocks and what its own block has so far, a branch and the head read
+    ``sum_i softmax_i(query . rms_norm(b_i)) b_i``, each with a query of its own, in float32. norm_epsilon: of that norm.
+    """
+
+    kind = "attention_residuals"
+    branch_norms = True
+
+    block: int
+    norm_epsilon: float
+
+    def branch_parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        """The first branch has only the embedding to read, so that its query has no effect."""
+        return {"query.weight": Parameter((1, hidden_size), float32=True, nonzero=False)}
+
+    def final_parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        return self.branch_parameters(hidden_size)
+
+    def opened(self, net: Network, x: Tensor) -> BlockSums:
+        return BlockSums((x,))
+
+    def mixture(self, net: Network, name: str, sums: tuple[Tensor, ...]) -> Tensor:
+        if len(sums) == 1:
+            return sums[0]
+        values = net.cast(net.unflatten(net.concat(sums), (len(sums), -1)), "float32")
+        scores = net.linear(net.rms_norm(values, None, self.norm_epsilon), net.weight(f"{name}.query.weight"))
+        shares = net.unflatten(net.softmax(net.flatten(scores)), (1, len(sums)))
+        return net.cast_like(net.flatten(net.matmul(shares, values)), sums[0])
+
+    def read(self, net: Network, name: str, streams: BlockSums) -> tuple[Tensor, None]:
+        return self.mixture(net, name, streams.sums), None
+
+    def written(self, net: Network, streams: BlockSums, output: Tensor, mixing: None) -> BlockSums:
+        *earlier, latest = streams.sums
+        output = net.cast_like(output, latest)
+        opens = streams.branches % self.block == 0
+        kept = (*streams.sums, output) if opens else (*earlier, net.add(latest, output))
+        return BlockSums(kept, streams.branches + 1)
+
+    def closed(self, net: Network, name: str, streams: BlockSums) -> Tensor:
+        return self.mixture(net, name, streams.sums)

@@ -1,5 +1,7 @@
 """Tiny random models of every family, made by transformers: the ground truth of the parity tests.
 
+Of Kimi-K3, which transformers does not have, it is an own plain computation (kimi_k3_reference.py).
+
 Every parameter is drawn anew. The initial values of transformers (norms 1, biases 0, residual branches near 0) would hide
 swapped norms, missing biases and a forgotten ``1 + w``.
 """
@@ -16,6 +18,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import kimi_k3_model
+import kimi_k3_reference
 import torch
 import transformers
 from torch import Tensor, nn
@@ -89,6 +93,32 @@ class TinyModel:
     architecture: str
     config: dict[str, Any]
     correct: Callable[[nn.Module], None] = lambda model: None
+
+    def model(self, values: dict[str, Any], seed: int) -> Any:
+        model = getattr(transformers, self.architecture)._from_config(
+            getattr(transformers, self.config_class)(**values), attn_implementation="eager"
+        )
+        model.tie_weights()
+        redraw(model, seed)
+        self.correct(model)
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class TinyKimiK3:
+    """config: of the text model. wrapped: as published, inside a multimodal config; A_log is padded only there."""
+
+    config: dict[str, Any]
+    wrapped: bool = True
+
+    def model(self, values: dict[str, Any], seed: int) -> Any:
+        generator, prefix = torch.Generator().manual_seed(seed), "language_model." if self.wrapped else ""
+        tensors = {}
+        for name, shape in kimi_k3_reference.shapes(values, prefix, padded=self.wrapped).items():
+            tensors[name] = drawn(name, torch.empty(shape), False, generator)
+            if name.endswith("A_log"):
+                tensors[name][values["linear_attn_config"]["num_heads"] :] = 0
+        return kimi_k3_model.KimiK3Model(values, tensors, self.wrapped)
 
 
 COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -313,7 +343,7 @@ def olmo_hybrid(theta: float | None) -> TinyModel:
     return TinyModel("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID | rope)
 
 
-MODELS: dict[str, TinyModel] = {
+MODELS: dict[str, TinyModel | TinyKimiK3] = {
     # Codestral-Mamba: two groups, an untied head.
     "mamba2": TinyModel("Mamba2Config", "Mamba2ForCausalLM", MAMBA2 | {"n_groups": 2, "residual_in_fp32": False}),
     # As state-spaces trained them: one group, projection biases, float32 residual, tied head.
@@ -404,6 +434,18 @@ MODELS: dict[str, TinyModel] = {
         },
     ),
     "kimi_linear": TinyModel("KimiLinearConfig", "KimiLinearForCausalLM", KIMI),
+    "kimi_k3": TinyKimiK3(kimi_k3_model.TEXT),
+    # What the model's code also allows: a latent without its norm, an unbounded up, low-rank gates, one choice, and so on.
+    "kimi_k3_text": TinyKimiK3(
+        kimi_k3_model.TEXT
+        | {"attn_res_block_size": 1, "latent_moe_use_norm": False, "num_experts_per_token": 1, "q_lora_rank": None}
+        | {"activation_situ_beta": None, "activation_situ_linear_beta": None, "num_shared_experts": 0}
+        | {
+            "linear_attn_config": kimi_k3_model.TEXT["linear_attn_config"]
+            | {"gate_lower_bound": None, "use_full_rank_gate": False}
+        },
+        wrapped=False,
+    ),
     # Blocks of four tokens, of which four are chosen, so that longer texts are attended to in part.
     "glm5_next": TinyModel(
         "Glm5NextConfig",
@@ -443,18 +485,12 @@ ZERO_CENTRED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
-    """The transformers model in float32, all parameters drawn with ``seed``. changes: to its config; None leaves a key out."""
+    """The model in float32, all parameters drawn with ``seed``. changes: to its config; None leaves a key out."""
     tiny = MODELS[name]
     # The classes change what they are given.
     values = json.loads(json.dumps(tiny.config | changes))
     values = {key: value for key, value in values.items() if key not in changes or value is not None}
-    model = getattr(transformers, tiny.architecture)._from_config(
-        getattr(transformers, tiny.config_class)(**values), attn_implementation="eager"
-    )
-    model.tie_weights()
-    redraw(model, seed)
-    tiny.correct(model)
-    return model.eval()
+    return tiny.model(values, seed)
 
 
 @torch.no_grad()

@@ -171,6 +171,10 @@ def bailing_hybrid(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = 0.5
 
 
+def kimi_k3(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """There is only the published spelling."""
+
+
 def state_spaces(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """A config of another package, which leaves out what it has defaults for, and a copy of the tied head."""
     ssm = {"layer": "Mamba2", "d_state": config["state_size"], "headdim": config["head_dim"]}
@@ -237,6 +241,7 @@ REWRITES = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
     "kimi_linear": kimi_linear,
+    "kimi_k3": kimi_k3,
     "qwen4_exp_text": qwen4_exp,
     "glm5_next_text": glm5_next,
     "bailing_hybrid": bailing_hybrid,

@@ -117,6 +117,18 @@ SIZES = {
         40,
         {"kda": {"num_heads": 32, "head_dim": 128}, "mla": latent(32), "moe": moe(256, 8, 1024, routed_scale=2.446)},
     ),
+    "kimi_k3": Size(
+        {"kda": 69, "mla": 24, "mlp": 1, "moe": 92},
+        7168,
+        2780,
+        414,
+        {
+            "kda": {"num_heads": 96, "head_dim": 128, "lower_bound": -5.0, "gate_rank": 128, "full_output_gate": True},
+            "mla": latent(96, q_rank=1536, gate="element", rope=None, value_dim=128),
+            "mlp": {"intermediate_size": 33792, "activation": "situ", "limit": (4.0, 25.0)},
+            "moe": moe(896, 16, 3072, latent_size=3584, latent_epsilon=1e-5, limit=(4.0, 25.0)),
+        },
+    ),
     "ling_3_flash": Size(
         {"kda": 35, "mla": 7, "mlp": 2, "moe": 40},
         2560,

@@ -13,8 +13,10 @@ from hf_models import build
 from hf_spelling import write_hub
 from test_published_sizes import CONFIGS, SIZES
 
+from trtllm_replayssm.builders.families.kimi_k3 import KimiK3
+from trtllm_replayssm.builders.families.kimi_linear import KimiLinear
 from trtllm_replayssm.builders.families.refused import REFUSED
-from trtllm_replayssm.builders.families.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, find_family
+from trtllm_replayssm.builders.families.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, find_family, recognise
 from trtllm_replayssm.builders.hf.config import read_config
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 
@@ -105,17 +107,65 @@ K3_TEXT = {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM
     "values",
     [
         {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": K3_TEXT},
+        {"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}},
         K3_TEXT | {"linear_attn_config": {"gate_lower_bound": -5.0}},
         K3_TEXT | {"linear_attn_config": {"use_full_rank_gate": True}},
         K3_TEXT | {"attn_res_block_size": 12},
         {"model_type": "kimi_linear", "routed_expert_hidden_size": 3584},
         {"text_config": K3_TEXT | {"mla_use_output_gate": True}},
     ],
-    ids=["wrapper", "bounded gate", "full-rank gate", "attention residuals", "model_type only", "nested"],
+    ids=[
+        "wrapper",
+        "wrapper without class",
+        "bounded gate",
+        "full-rank gate",
+        "attention residuals",
+        "model_type only",
+        "nested",
+    ],
 )
 def test_kimi_k3_is_not_taken_for_kimi_linear(values: Config) -> None:
     """The text config of K3 carries the class name of Kimi-Linear."""
-    with pytest.raises(UnsupportedModelError, match="attention residuals"):
+    assert recognise(values) is KimiK3
+    assert recognise(K3_TEXT) is KimiLinear
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": None}, "hidden_act is missing"),
+        # Factors of SiTU without SiTU.
+        ({"hidden_act": "silu"}, "activation_situ_beta"),
+        ({"activation_situ_beta": 0.0}, "expected a positive number"),
+        ({"activation_situ_linear_beta": -25.0}, "expected a positive number"),
+        ({"attn_res_block_size": 0}, "must be positive"),
+        ({"mla_use_nope": False}, "mla_use_nope"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        ({"linear_attn_config": {"gate_lower_bound": 0.0}}, "needs a negative one"),
+        ({"linear_attn_config": {"some_switch": True}}, "some_switch"),
+        ({"some_switch": True}, "some_switch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_what_kimi_k3_does_not_implement(change: Config, said: str) -> None:
+    values = config("kimi_k3")
+    for key, value in change.items():
+        nested = values["text_config"].get(key) if isinstance(value, dict) else None
+        values["text_config"][key] = value if nested is None else nested | value
+    with pytest.raises(UserError, match=said):
+        find_family(values, {})
+
+
+def test_groups_of_experts_and_wrappers_of_kimi_k3() -> None:
+    values = config("kimi_k3")
+    with pytest.raises(UserError, match="some_switch"):
+        find_family(values | {"some_switch": True}, {})
+    values["text_config"]["topk_group"] = 0
+    with pytest.raises(UserError, match="topk_group"):
         find_family(values, {})
 
 

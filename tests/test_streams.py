@@ -13,20 +13,20 @@ from torch import Tensor
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.builders.streams import GatedStreams, SinkhornStreams, Streams
+from trtllm_replayssm.builders.streams import AttentionResiduals, GatedStreams, HyperConnections, SinkhornStreams
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.cursors import STEP_WORDS
 from trtllm_replayssm.replay import ReplayConfig
 
 HIDDEN = 6
-STREAMS: dict[str, Streams] = {
+STREAMS: dict[str, HyperConnections] = {
     "sinkhorn": SinkhornStreams(3, 1e-5, 1e-3, 7),
     "sinkhorn of one": SinkhornStreams(1, 1e-5, 1e-6, 2),
     "gated": GatedStreams(4, 1e-6, 5),
 }
 
 
-def drawn(streams: Streams) -> dict[str, Tensor]:
+def drawn(streams: HyperConnections) -> dict[str, Tensor]:
     """Weights of a branch and, as ``final.*``, of the end."""
     random = torch.Generator().manual_seed(3)
     parameters = streams.branch_parameters(HIDDEN)
@@ -135,3 +135,65 @@ def test_layers_between_streams_need_streams() -> None:
     ngram = NgramEmbedding(2, 8, 2, 1, 7, 9, 1, 0, 2, 8, 1, 4, 4, 2, 1e-6)
     with pytest.raises(TypeError, match="ngram layers need residual streams"):
         ngram.forward(network({}), "n", torch.zeros(1, 1, 4), ReplayConfig())
+
+
+# ---- attention residuals ---------------------------------------------------------------------------------------------
+
+RESIDUALS = AttentionResiduals(block=3, norm_epsilon=1e-3)
+#: More than two blocks of branches.
+BRANCHES = 8
+
+
+def mixed(query: Tensor, values: list[Tensor]) -> Tensor:
+    """softmax(query . rms(value)) of values ``[D]``, one after the other."""
+    scores = torch.stack([rms(value, RESIDUALS.norm_epsilon) @ query for value in values])
+    return sum(share * value for share, value in zip(scores.softmax(0), values))
+
+
+def test_branches_read_mixtures_of_blocks() -> None:
+    random = torch.Generator().manual_seed(6)
+    queries = torch.randn(BRANCHES + 1, 1, HIDDEN, generator=random)
+    net = network({f"{i}.query.weight": query for i, query in enumerate(queries)})
+    x, *outputs = torch.randn(BRANCHES + 1, 2, 3, HIDDEN, generator=random)
+    streams, read = RESIDUALS.opened(net, x), []
+    for i, output in enumerate(outputs):
+        read.append(RESIDUALS.read(net, str(i), streams)[0])
+        streams = RESIDUALS.written(net, streams, output, None)
+    read.append(RESIDUALS.closed(net, str(BRANCHES), streams))
+    for b, t in ((b, t) for b in range(2) for t in range(3)):
+        for i in range(BRANCHES + 1):
+            # The embedding, and what the branches before this one wrote, three to a block.
+            starts = range(0, i, RESIDUALS.block)
+            blocks = [sum(output[b, t].double() for output in outputs[s : min(s + RESIDUALS.block, i)]) for s in starts]
+            expected = mixed(queries[i, 0].double(), [x[b, t].double(), *blocks])
+            torch.testing.assert_close(read[i][b, t].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_first_branch_reads_the_embedding_whatever_its_query() -> None:
+    x = torch.randn(1, 2, HIDDEN)
+    streams = RESIDUALS.opened(network({}), x)
+    assert torch.equal(RESIDUALS.read(network({}), "none", streams)[0], x)
+
+
+def test_a_decoder_with_attention_residuals_is_described_by_its_config() -> None:
+    decoder = HybridDecoder(
+        9, HIDDEN, 1e-6, (Mlp(4, "situ", (4.0, 25.0)), Mlp(4, "situ", (4.0, None))), streams=RESIDUALS
+    )
+    assert HybridDecoder.from_dict(decoder.to_dict()) == decoder
+    names = decoder.parameters()
+    assert {n for n in names if n.endswith("query.weight")} == {
+        *("transformer.layers.0.streams.query.weight", "transformer.layers.1.streams.query.weight"),
+        "transformer.streams.query.weight",
+    }
+    assert "transformer.ln_f.weight" in names
+    assert "transformer.layers.0.norm.weight" in names
+
+
+def test_mixtures_are_computed_in_float32() -> None:
+    """In bfloat16, scores of norm 30 would be off by 0.1."""
+    net = network({"q.query.weight": 30 * torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))})
+    sums = torch.randn(3, 1, 2, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    got = RESIDUALS.mixture(net, "q", tuple(sums))
+    expected = RESIDUALS.mixture(net, "q", tuple(sums.float()))
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected.bfloat16())

@@ -22,6 +22,7 @@ from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.network.gated import Limit, apart
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.traffic import RecurrentBytes
@@ -234,14 +235,20 @@ def describe(layer: Layer) -> str:
 
 
 def describe_mlp(layer: Any) -> tuple[str, ...]:
-    return (f"{layer.intermediate_size}", layer.activation, f"limit {layer.limit:g}" if layer.limit else "")
+    return (f"{layer.intermediate_size}", layer.activation, describe_limit(layer.limit))
+
+
+def describe_limit(limit: Limit) -> str:
+    bounds = dict.fromkeys(f"{bound:g}" for bound in apart(limit) if bound is not None)
+    return f"limit {' and '.join(bounds)}" if bounds else ""
 
 
 def describe_moe(layer: Any) -> tuple[str, ...]:
     return (
         f"{layer.num_experts} experts, top {layer.top_k}, {layer.intermediate_size} {layer.activation}, {layer.router}",
         f"latent {layer.latent_size}" if layer.latent_size else "",
-        f"limit {layer.limit:g}" if layer.limit else "",
+        "normed" if layer.latent_epsilon is not None else "",
+        describe_limit(layer.limit),
         f"+ shared {describe(layer.shared)}" if layer.shared else "",
     )
 

@@ -36,6 +36,14 @@ def multipliers(config: HfConfig, key: str, count: int) -> tuple[float, ...]:
     return tuple(float(v) for v in numbers)
 
 
+def gate_bound(config: HfConfig, key: str) -> float:
+    """Lower bound of a decay. Raises CheckpointError unless it is negative."""
+    bound = config.number(key)
+    if not bound < 0:
+        raise config.fail(key, f"is {bound:g}; a bounded gate needs a negative one")
+    return bound
+
+
 def head_dim(config: HfConfig) -> int:
     """Channels of an attention head: a key of its own, or what the hidden size leaves for each head."""
     heads = config.positive("num_attention_heads")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
+from trtllm_replayssm.builders.families.config_parts import gate_bound
 from trtllm_replayssm.builders.families.parts import (
     kda_sources,
     mla_sources,
@@ -17,7 +18,6 @@ from trtllm_replayssm.builders.families.parts import (
     swiglu_sources,
     with_prefix,
 )
-from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.layers.indexer import PooledIndexer
 from trtllm_replayssm.builders.layers.kda import Kda
@@ -152,7 +152,7 @@ class Glm5Next(BlueprintFamily):
             head_dim=head_dim,
             conv_kernel=sizes.positive(where["short_conv_kernel_size"]),
             norm_epsilon=self.epsilon,
-            lower_bound=self.bound(sizes, where["gate_lower_bound"]),
+            lower_bound=gate_bound(sizes, where["gate_lower_bound"]),
             gate_rank=head_dim,
             conv_float32=True,
         )
@@ -163,13 +163,6 @@ class Glm5Next(BlueprintFamily):
             for key, value in stated.items():
                 self.config.expect(LINEAR[key], value)
         return kda
-
-    @staticmethod
-    def bound(sizes: HfConfig, key: str) -> float:
-        bound = sizes.number(key)
-        if not bound < 0:
-            raise sizes.fail(key, f"is {bound:g}; a bounded gate needs a negative one")
-        return bound
 
     def read_mla(self) -> Mla:
         config = self.config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch
+from typing import Any, ClassVar
+
+from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, Sources
 from trtllm_replayssm.builders.families.parts import (
     kda_sources,
     listed_types,
@@ -18,11 +20,28 @@ from trtllm_replayssm.builders.layers.moe import Moe
 
 #: Epsilon of the latent norm: a constant of the model's code, not rms_norm_eps.
 LATENT_EPSILON = 1e-6
+#: Values that are part of what is implemented.
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mla_use_nope": True,
+    "q_lora_rank": None,
+    "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "num_nextn_predict_layers": 0,
+}
 
 
 class KimiLinear(BlueprintFamily):
-    """Tensors ``model.layers.N.{self_attn, mlp, block_sparse_moe}.*``; no MTP."""
+    """Tensors ``model.layers.N.{self_attn, mlp, block_sparse_moe}.*``; no MTP.
 
+    fixed: values that are part of what is implemented, by key.
+    """
+
+    fixed: ClassVar[dict[str, Any]] = FIXED
+    prefix = "model."
     architectures = ("KimiLinearForCausalLM",)
     aliases = {
         "num_experts_per_tok": "num_experts_per_token",
@@ -34,17 +53,7 @@ class KimiLinear(BlueprintFamily):
 
     def read(self) -> Blueprint:
         config = self.config
-        for key, value in {
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mla_use_nope": True,
-            "q_lora_rank": None,
-            "moe_layer_freq": 1,
-            "moe_router_activation_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "use_grouped_topk": True,
-            "num_nextn_predict_layers": 0,
-        }.items():
+        for key, value in self.fixed.items():
             config.expect(key, value)
         # head_dim is meaningless here, and there is no RoPE to be scaled.
         config.ignore("head_dim", "qk_head_dim", "model_max_length", "max_position_embeddings", "pretraining_tp")
@@ -56,7 +65,11 @@ class KimiLinear(BlueprintFamily):
         kinds, mlps = self.layer_types(), self.mlp_types()
         branches: list[Branch] = []
         for i, (kind, mlp) in enumerate(zip(kinds, mlps)):
-            branches += self.block(f"model.layers.{i}.", kind, mlp == "sparse")
+            branches += self.block(f"{self.prefix}layers.{i}.", kind, mlp == "sparse")
+        return self.assembled(branches)
+
+    def assembled(self, branches: list[Branch]) -> Blueprint:
+        """The model around its branches."""
         return self.usual_blueprint(branches, self.epsilon)
 
     def layer_types(self) -> list[str]:
@@ -123,12 +136,11 @@ class KimiLinear(BlueprintFamily):
             mixer = Branch(f"{prefix}input_layernorm.weight", self.kda, sources)
         norm = f"{prefix}post_attention_layernorm.weight"
         if sparse:
-            moe, names = self.moe(), ("w1", "w3", "w2")
-            sources = sigmoid_moe_sources(f"{prefix}block_sparse_moe.", moe, "e_score_correction_bias", names)
-            return mixer, Branch(norm, moe, sources)
+            moe = self.moe()
+            return mixer, Branch(norm, moe, self.moe_sources(f"{prefix}block_sparse_moe.", moe))
         # transformers writes dense layers under the name of the sparse ones.
         gate = self.pick(f"{prefix}mlp.gate_proj.weight", f"{prefix}block_sparse_moe.gate_proj.weight")
-        mlp = Mlp(self.config.positive("intermediate_size"), "swiglu")
+        mlp = self.mlp(self.config.positive("intermediate_size"))
         return mixer, Branch(norm, mlp, swiglu_sources(gate.removesuffix("gate_proj.weight")))
 
     def mla(self) -> Mla:
@@ -141,6 +153,12 @@ class KimiLinear(BlueprintFamily):
             value_dim=config.positive("v_head_dim"),
             latent_epsilon=LATENT_EPSILON,
         )
+
+    def mlp(self, width: int) -> Mlp:
+        return Mlp(width, "swiglu")
+
+    def moe_sources(self, prefix: str, moe: Moe) -> Sources:
+        return sigmoid_moe_sources(prefix, moe, "e_score_correction_bias", ("w1", "w3", "w2"))
 
     def moe(self) -> Moe:
         config = self.config
@@ -155,5 +173,5 @@ class KimiLinear(BlueprintFamily):
             routed_scale=config.number("routed_scaling_factor"),
             n_group=config.positive("num_expert_group"),
             topk_group=config.positive("topk_group"),
-            shared=Mlp(shared * width, "swiglu") if shared else None,
+            shared=self.mlp(shared * width) if shared else None,
         )

@@ -73,7 +73,7 @@ def sigmoid_moe_sources(prefix: str, layer: Moe, bias: str, experts_of: tuple[st
 
 def kda_sources(prefix: str, layer: Kda, out: str) -> Sources:
     """Kimi Delta Attention. out: tensor of the output projection behind ``prefix``."""
-    gates = ("f", "g") if layer.gate_rank is None else ("f_a", "f_b", "g_a", "g_b")
+    gates = [gate if layer.rank(gate) is None else f"{gate}_{part}" for gate in "fg" for part in "ab"]
     sources = plain(prefix, {f"{gate}.weight": f"{gate}_proj.weight" for gate in gates})
     sources |= plain(prefix, {"b.weight": "b_proj.weight", "dt_bias": "dt_bias", "norm.weight": "o_norm.weight"})
     return sources | {

@@ -6,14 +6,11 @@ _MAMBA1 = "its recurrence is Mamba-1 (a decay per channel and a low-rank time st
 _LIGHTNING = "its linear attention (lightning, with a fixed decay per head) has no ReplaySSM layer"
 _SHORT_CONV = "it has gated short convolutions and no recurrent state, so there is nothing to replay"
 _OMNI = "the speech and vision wrapper is not supported; convert the language model from its own repository"
-_K3 = "it needs attention residuals, SiTU experts behind a normed latent and gated q-LoRA attention"
 _RWKV = "its recurrence is RWKV, which has no ReplaySSM layer"
 _XLSTM = "its recurrence is mLSTM and sLSTM, which have no ReplaySSM layer"
 
 #: Reason by ``architectures[0]`` or ``model_type``.
 REFUSED: dict[str, str] = {
-    "KimiK3ForConditionalGeneration": _K3,
-    "kimi_k3": _K3,
     "NemotronHPuzzleForCausalLM": "its layers differ in size one by one (block_configs)",
     "nemotron_h_puzzle": "its layers differ in size one by one (block_configs)",
     "NemotronH_Omni_Reasoning_V3": _OMNI,
@@ -59,10 +56,5 @@ REFUSED: dict[str, str] = {
 
 #: Keys that only this model has, where its name alone is not enough, with the reason. A dot leads into a nested object.
 MARKERS: tuple[tuple[str, str, str], ...] = (
-    ("KimiLinearForCausalLM", "linear_attn_config.gate_lower_bound", f"this is the text model of Kimi-K3: {_K3}"),
-    ("KimiLinearForCausalLM", "linear_attn_config.use_full_rank_gate", f"this is the text model of Kimi-K3: {_K3}"),
-    ("KimiLinearForCausalLM", "attn_res_block_size", f"this is the text model of Kimi-K3: {_K3}"),
-    ("KimiLinearForCausalLM", "routed_expert_hidden_size", f"this is the text model of Kimi-K3: {_K3}"),
-    ("KimiLinearForCausalLM", "mla_use_output_gate", f"this is the text model of Kimi-K3: {_K3}"),
     ("NemotronHForCausalLM", "block_configs", "its layers differ in size one by one (block_configs)"),
 )

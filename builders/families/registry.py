@@ -10,6 +10,8 @@ from trtllm_replayssm.builders.families.base import Family
 from trtllm_replayssm.builders.families.falcon_h1 import FalconH1
 from trtllm_replayssm.builders.families.glm5_next import Glm5Next
 from trtllm_replayssm.builders.families.granite import Granite
+from trtllm_replayssm.builders.families.kimi_k3 import MARKERS as K3_MARKERS
+from trtllm_replayssm.builders.families.kimi_k3 import KimiK3
 from trtllm_replayssm.builders.families.kimi_linear import KimiLinear
 from trtllm_replayssm.builders.families.lara import Lara
 from trtllm_replayssm.builders.families.mamba2 import Mamba2Family
@@ -26,7 +28,7 @@ from trtllm_replayssm.errors import UnsupportedModelError
 FAMILIES: tuple[type[Family], ...] = (
     *(NemotronH, Mamba2Family, StateSpaces, Granite, FalconH1, Bamba),
     *(Qwen3Next, Qwen35, Qwen4, OlmoHybrid, Lara),
-    *(KimiLinear, Bailing, Glm5Next),
+    *(KimiLinear, KimiK3, Bailing, Glm5Next),
 )
 #: Family by its ``architectures``.
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
@@ -47,6 +49,7 @@ BY_MODEL_TYPE: dict[str, type[Family]] = {
     "qwen4_exp": Qwen4,
     "qwen4_exp_text": Qwen4,
     "kimi_linear": KimiLinear,
+    "kimi_k3": KimiK3,
     "glm5_next": Glm5Next,
     "glm5_next_text": Glm5Next,
 }
@@ -55,11 +58,12 @@ WRAPPER_KEYS = (
     *TEXT_SECTIONS,
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+    *("media_placeholder_token_id", "image_placeholder", "ignore_index"),
     *("language_model_only", "tie_word_embeddings", "eos_token_id", "quantization_config"),
 )
 HINT = (
-    "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Qwen3.8-Flash-Next, Kimi-Linear, Ling 3.0, GLM-5.3-Flash, Granite 4,"
-    " Falcon-H1, Bamba, OLMo-Hybrid, Lara-4-Mini, Mamba2"
+    "supported: Nemotron-H, Qwen3-Next, Qwen3.5 to 3.8, Qwen3.8-Flash-Next, Kimi-Linear, Kimi-K3, Ling 3.0, GLM-5.3-Flash,"
+    " Granite 4, Falcon-H1, Bamba, OLMo-Hybrid, Lara-4-Mini, Mamba2"
 )
 
 
@@ -91,6 +95,9 @@ def recognise(values: dict[str, Any]) -> type[Family]:
     if family is None:
         raise unknown(values, (*names, *kinds))
     refuse_markers(family, levels)
+    if family is KimiLinear and any(stated(level, path) for level in levels for path in K3_MARKERS):
+        # The text model of K3 bears the name of Kimi-Linear's class.
+        return KimiK3
     return family
 
 
@@ -121,12 +128,16 @@ def of_state_spaces(ssm_cfg: Any) -> type[Family]:
 def refuse_markers(family: type[Family], levels: list[dict[str, Any]]) -> None:
     """Raises UnsupportedModelError for a model that bears the family's name and is another one."""
     for name, path, reason in MARKERS:
-        for level in levels:
-            value: Any = level
-            for key in path.split("."):
-                value = value.get(key) if isinstance(value, dict) else None
-            if value and name in family.architectures:
-                raise refusal(f"{name} with {path}", reason)
+        if name in family.architectures and any(stated(level, path) for level in levels):
+            raise refusal(f"{name} with {path}", reason)
+
+
+def stated(values: dict[str, Any], path: str) -> Any:
+    """What stands there, None where nothing does. A dot leads into a nested object."""
+    value: Any = values
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def refusal(name: str, reason: str) -> UnsupportedModelError:

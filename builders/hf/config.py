@@ -19,12 +19,13 @@ Value = TypeVar("Value", bound=str | int | float | bool)
 #: quantised weights are read where the tensors are, see ``description``.
 HARMLESS = frozenset(
     """_attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout attn_implementation
-    auto_map bos_token_id chunk_size classifier_dropout compression_config dtype embd_pdrop embedding_dropout
-    eos_token_id finetuning_task hidden_dropout id2label initializer_range keys_to_ignore_at_inference label2id
-    max_length max_window_layers model_type num_logits_to_keep output_attentions output_dropout output_hidden_states
-    output_router_logits pad_token_id problem_type quantization_config rescale_prenorm_residual return_dict
-    routed_dropout router_aux_loss_coef torch_dtype transformers_version unk_token_id use_cache use_mamba_kernels
-    use_return_dict""".split()
+    auto_map bos_token_id chunk_size classifier_dropout compression_config diversity_penalty dtype embd_pdrop
+    embedding_dropout eos_token_id finetuning_task hidden_dropout id2label initializer_range keys_to_ignore_at_inference
+    label2id length_penalty max_length max_window_layers model_type num_beam_groups num_beams num_logits_to_keep
+    num_return_sequences output_attentions output_dropout output_hidden_states output_router_logits pad_token_id
+    problem_type quantization_config repetition_penalty rescale_prenorm_residual return_dict routed_dropout
+    router_aux_loss_coef temperature top_k top_p torch_dtype transformers_version typical_p unk_token_id use_cache
+    use_mamba_kernels use_return_dict""".split()
 )
 
 #: Where wrappers of several modalities keep the config of their language model.

@@ -16,7 +16,8 @@ class Kda(Recurrent):
     """num_heads H of head_dim D for keys and values.
 
     lower_bound: of the bounded gate; None for the softplus gate. gate_rank: width of the low-rank decay and output gates
-    (f_a, f_b and g_a, g_b); None for full-rank f and g. conv_float32: the convolution's taps stay in float32.
+    (f_a, f_b and g_a, g_b); None for full-rank f and g. full_output_gate: g is full-rank though f is not.
+    conv_float32, norm_float32: the convolution's taps and the output norm stay in float32.
     """
 
     kind = "kda"
@@ -29,6 +30,8 @@ class Kda(Recurrent):
     lower_bound: float | None = None
     gate_rank: int | None = None
     conv_float32: bool = False
+    full_output_gate: bool = False
+    norm_float32: bool = False
 
     @property
     def channels(self) -> int:
@@ -48,16 +51,21 @@ class Kda(Recurrent):
             "b.weight": column(heads, hidden_size, heads),
             "A_log": Parameter((heads,), 0, (head,), float32=True, nonzero=False),
             "dt_bias": Parameter((width,), 0, (head_channels,), float32=True, nonzero=False),
-            "norm.weight": Parameter((self.head_dim,)),
+            "norm.weight": Parameter((self.head_dim,), float32=self.norm_float32),
             "out_proj.weight": row(hidden_size, width, heads),
         }
         for gate in ("f", "g"):
-            if self.gate_rank is None:
+            rank = self.rank(gate)
+            if rank is None:
                 parameters[f"{gate}.weight"] = column(width, hidden_size, heads)
             else:
-                parameters[f"{gate}_a.weight"] = Parameter((self.gate_rank, hidden_size))
-                parameters[f"{gate}_b.weight"] = column(width, self.gate_rank, heads)
+                parameters[f"{gate}_a.weight"] = Parameter((rank, hidden_size))
+                parameters[f"{gate}_b.weight"] = column(width, rank, heads)
         return parameters
+
+    def rank(self, gate: str) -> int | None:
+        """Width of f (decay) or g (output), None for a full-rank gate."""
+        return None if gate == "g" and self.full_output_gate else self.gate_rank
 
     def divided(self, tp_size: int) -> Kda:
         return replace(self, num_heads=divide("KDA heads", self.num_heads, tp_size))
@@ -75,7 +83,7 @@ class Kda(Recurrent):
 
     def gate_logits(self, net: Network, name: str, x: Tensor, gate: str) -> Tensor:
         """f (decay) or g (output) logits ``[rows, T, H*D]``."""
-        if self.gate_rank is None:
+        if self.rank(gate) is None:
             return net.linear(x, net.weight(f"{name}.{gate}.weight"))
         return net.linear(net.linear(x, net.weight(f"{name}.{gate}_a.weight")), net.weight(f"{name}.{gate}_b.weight"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from trtllm_replayssm.builders.layers.base import Layer
 from trtllm_replayssm.builders.parallel import Parameter, Segment, divide, row
 from trtllm_replayssm.network.base import MlpActivation, Network, Tensor
-from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.gated import GATED, Limit
 from trtllm_replayssm.replay import ReplayConfig
 
 
@@ -22,7 +22,7 @@ class Mlp(Layer):
 
     intermediate_size: int
     activation: MlpActivation
-    limit: float | None = None
+    limit: Limit = None
     bias: bool = False
     gate_scale: float = 1.0
 

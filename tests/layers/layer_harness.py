@@ -56,6 +56,7 @@ LAYERS: dict[str, Layer] = {
     "gated_delta_negative": GatedDelta(4, 4, 6, 5, 4, 1e-6, beta_scale=2.0, gate="sigmoid"),
     "kda": Kda(4, 6, 4, 1e-6),
     "kda_bounded_low_rank": Kda(4, 6, 4, 1e-6, -5.0, 3, conv_float32=True),
+    "kda_full_output_gate": Kda(4, 6, 4, 1e-6, -5.0, 3, full_output_gate=True, norm_float32=True),
     "attention": Attention(8, 2, 8, 8**-0.5),
     "attention_gated": Attention(8, 4, 8, 0.3, Rope(4, 1e4), 1e-6, True, True, bias=True),
     "attention_window": Attention(8, 2, 8, 0.3, Rope(8, 1e4), window=5),
@@ -70,6 +71,9 @@ LAYERS: dict[str, Layer] = {
     "ngram_whole": NgramEmbedding(4, HIDDEN, 2, 3, 11, 50, 8, 1, END, 180, 1, 4, 4, 1, 1e-6),
     "mlp": Mlp(16, "swiglu"),
     "mlp_clamped": Mlp(16, "clamped_swiglu", limit=0.1),
+    "mlp_situ": Mlp(16, "situ", limit=(0.4, 0.3)),
+    "mlp_situ_unbounded": Mlp(16, "situ", limit=(0.4, None)),
+    "mlp_limit_apart": Mlp(16, "swiglu", limit=(0.1, 0.2)),
     "mlp_limit": Mlp(16, "swiglu", limit=0.1),
     "mlp_relu2": Mlp(16, "relu2", bias=True),
     "mlp_scaled": Mlp(16, "swiglu", gate_scale=0.6),
@@ -79,6 +83,10 @@ LAYERS: dict[str, Layer] = {
     ),
     "moe_clamped": Moe(8, 3, 8, "clamped_swiglu", "sigmoid", limit=0.1, shared=Mlp(8, "clamped_swiglu", 0.1)),
     "moe_latent": Moe(8, 2, 8, "relu2", "sigmoid", normalise=False, latent_size=10, shared=Mlp(8, "relu2")),
+    "moe_latent_normed": Moe(
+        8, 2, 8, "situ", "sigmoid", limit=(0.4, 0.3), latent_size=10, latent_epsilon=1e-3, shared=Mlp(8, "situ", (0.4, 0.3))
+    ),
+    "moe_latent_normed_alone": Moe(8, 2, 8, "swiglu", "sigmoid", latent_size=10, latent_epsilon=1e-3),
     "side_by_side": SideBySide((
         Mamba2(8, 4, 6, 4, 4, None, input_scale=1.25, output_scale=0.6),
         Attention(8, 4, 8, 0.3, input_scale=0.7, output_scale=1.4),

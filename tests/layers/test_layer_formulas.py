@@ -28,6 +28,7 @@ from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.network.gated import Limit
 
 Weights = dict[str, Tensor]
 
@@ -85,7 +86,7 @@ def kda(layer: Kda, w: Weights, x: Tensor) -> Tensor:
         for weight, taps in zip(w["qkv.weight"].chunk(3), w["conv1d.weight"].chunk(3))
     )
     f, z = (
-        x @ w[f"{gate}.weight"].T if layer.gate_rank is None else x @ w[f"{gate}_a.weight"].T @ w[f"{gate}_b.weight"].T
+        x @ w[f"{gate}.weight"].T if f"{gate}.weight" in w else x @ w[f"{gate}_a.weight"].T @ w[f"{gate}_b.weight"].T
         for gate in ("f", "g")
     )
     bias = w["dt_bias"].reshape(layer.num_heads, -1).numpy()
@@ -218,14 +219,18 @@ def mlp(layer: Mlp, w: Weights, x: Tensor) -> Tensor:
     return hidden @ w["down.weight"].T + w.get("down.bias", 0)
 
 
-def feed_forward(hidden: Tensor, activation: str, limit: float | None) -> Tensor:
+def feed_forward(hidden: Tensor, activation: str, limit: Limit) -> Tensor:
     if activation == "relu2":
         return hidden.relu() ** 2
     gate, up = hidden.chunk(2, -1)
-    bound = torch.inf if limit is None else limit
+    most, bound = (torch.inf if own is None else own for own in (limit if isinstance(limit, tuple) else (limit, limit)))
+    if activation == "situ":
+        return (
+            most * (gate / most).tanh() * gate.sigmoid() * (up if bound == torch.inf else bound * (up / bound).tanh())
+        )
     if activation == "clamped_swiglu":
-        return F.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
-    return F.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
+        return F.silu(gate.clamp(max=most)) * up.clamp(-bound, bound)
+    return F.silu(gate).clamp(max=most) * up.clamp(-bound, bound)
 
 
 def moe(layer: Moe, w: Weights, x: Tensor) -> Tensor:
@@ -249,6 +254,8 @@ def moe(layer: Moe, w: Weights, x: Tensor) -> Tensor:
             row += layer.routed_scale * scores[t, e] / total * (w["experts.down.weight"][e] @ hidden)
         rows.append(row)
     out = torch.stack(rows)
+    if layer.latent_epsilon is not None:
+        out = rms(out, layer.latent_epsilon) * w["latent_norm.weight"]
     if layer.latent_size is not None:
         out = out @ w["latent_out.weight"].T
     if layer.shared is not None:

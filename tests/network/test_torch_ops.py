@@ -82,6 +82,7 @@ def test_rms_norm_of_large_half_precision_does_not_overflow() -> None:
     [
         ("silu", lambda x: x / (1 + (-x).exp())),
         ("sigmoid", lambda x: 1 / (1 + (-x).exp())),
+        ("tanh", lambda x: 1 - 2 / (1 + (2 * x).exp())),
         ("relu2", lambda x: x.clamp(min=0) ** 2),
     ],
 )

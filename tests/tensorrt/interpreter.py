@@ -56,7 +56,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "FLOOR_DIV": lambda a, b: torch.div(a, b, rounding_mode="floor"),
 }
 UNARY = {"SQRT": torch.sqrt, "NOT": torch.logical_not, "ABS": torch.abs, "SIGN": torch.sign}
-ACTIVATIONS = {"RELU": torch.relu, "SIGMOID": torch.sigmoid}
+ACTIVATIONS = {"RELU": torch.relu, "SIGMOID": torch.sigmoid, "TANH": torch.tanh}
 
 
 def axis_of(mask: int) -> int:

@@ -36,6 +36,9 @@ LAYERS: dict[str, Layer] = {
     "gated delta with negative eigenvalues and a sigmoid gate": GatedDelta(2, 2, 8, 16, 4, 1e-6, 2.0, "sigmoid"),
     "kda": Kda(4, 8, 4, 1e-6),
     "kda, bounded, with low-rank gates and float32 taps": Kda(4, 8, 4, 1e-6, -5.0, 6, True),
+    "kda with a full output gate and a float32 norm": Kda(
+        4, 8, 4, 1e-6, -5.0, 6, full_output_gate=True, norm_float32=True
+    ),
     "attention": Attention(4, 2, 8, 8**-0.5),
     "attention with everything": Attention(4, 2, 16, 0.3, Rope(8, 1e4), 1e-6, True, True, True),
     "attention with interleaved rope": Attention(4, 1, 8, 0.3, Rope(8, 1e4, True)),
@@ -56,6 +59,17 @@ LAYERS: dict[str, Layer] = {
     "moe by softmax, gated shared expert": Moe(8, 3, 12, "swiglu", "softmax", shared=SHARED, shared_gate=True),
     "moe by sigmoid, in groups, limited": Moe(8, 3, 12, "swiglu", "sigmoid", True, 2.5, 4, 2, 0.05, SHARED),
     "moe in latent space": Moe(8, 4, 12, "relu2", "sigmoid", False, 1.5, latent_size=16),
+    "moe in latent space, normed, situ": Moe(
+        8,
+        4,
+        12,
+        "situ",
+        "sigmoid",
+        limit=(0.4, 0.3),
+        latent_size=16,
+        latent_epsilon=1e-3,
+        shared=Mlp(24, "situ", (0.4, None)),
+    ),
 }
 DECODER = HybridDecoder(50, 32, 1e-5, tuple(LAYERS.values()))
 

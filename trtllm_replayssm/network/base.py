@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.gated import GATED, Limit
 from trtllm_replayssm.network.ngram import NgramHash
 from trtllm_replayssm.network.routing import Routing, composed_route
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
@@ -26,8 +26,8 @@ Tensor = Any
 #: A size that is only known when the step runs (rows, T).
 DYNAMIC = -1
 
-Activation = Literal["silu", "sigmoid", "relu2", "signed_root"]
-MlpActivation = Literal["swiglu", "clamped_swiglu", "relu2"]
+Activation = Literal["silu", "sigmoid", "tanh", "relu2", "signed_root"]
+MlpActivation = Literal["swiglu", "clamped_swiglu", "situ", "relu2"]
 
 
 class ShapeError(ValueError):
@@ -126,7 +126,7 @@ class Network(ABC):
 
     @abstractmethod
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
-        """silu ``x sigmoid(x)``, sigmoid, relu2 ``max(x, 0)^2``, or signed_root ``sign(x) sqrt(max(|x|, 1e-6))``.
+        """silu ``x sigmoid(x)``, sigmoid, tanh, relu2 ``max(x, 0)^2``, or signed_root ``sign(x) sqrt(max(|x|, 1e-6))``.
 
         The result has x's dtype.
         """
@@ -381,7 +381,7 @@ class Network(ABC):
         up: Tensor,
         down: Tensor,
         activation: MlpActivation,
-        limit: float | None = None,
+        limit: Limit = None,
     ) -> Tensor:
         """``sum_j weights_j expert_{indices_j}(x)`` for x ``[rows, T, D]``; indices and weights ``[rows, T, k]``.
 
@@ -404,7 +404,7 @@ class Network(ABC):
         up: Tensor,
         down: Tensor,
         activation: str,
-        limit: float | None,
+        limit: Limit,
     ) -> Tensor: ...
 
     # ---- tensor parallelism ------------------------------------------------------------------------------------------

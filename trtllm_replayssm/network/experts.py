@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.gated import GATED, Limit
 
 if TYPE_CHECKING:
     from trtllm_replayssm.network.base import Network
 
 
-def expert(net: Network, x: Tensor, up: Tensor, down: Tensor, activation: str, limit: float | None) -> Tensor:
+def expert(net: Network, x: Tensor, up: Tensor, down: Tensor, activation: str, limit: Limit) -> Tensor:
     """One expert's output, float32: x ``[tokens, D]``; see Network.experts for the rest."""
     hidden = F.linear(x.to(up.dtype), up)
     if activation in GATED:
@@ -33,7 +33,7 @@ def looped_experts(
     up: Tensor,
     down: Tensor,
     activation: str,
-    limit: float | None,
+    limit: Limit,
 ) -> Tensor:
     """See Network.experts; x ``[tokens, D]``. Each expert computes its own tokens, which the host must know."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -52,7 +52,7 @@ def masked_experts(
     up: Tensor,
     down: Tensor,
     activation: str,
-    limit: float | None,
+    limit: Limit,
 ) -> Tensor:
     """The same without a word from the device: each expert computes all tokens, and those that chose it take the result."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

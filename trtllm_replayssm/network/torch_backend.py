@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trtllm_replayssm.network.base import Network, Rope
 from trtllm_replayssm.network.experts import looped_experts
+from trtllm_replayssm.network.gated import Limit
 from trtllm_replayssm.network.ngram import NgramHash, ngram_rows
 from trtllm_replayssm.network.selection import blocks_of_tokens, select_blocks, update_block_cache
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
@@ -23,6 +24,7 @@ from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
     "relu2": lambda x: F.relu(x).square(),
     "signed_root": lambda x: x.sign() * x.abs().clamp(min=1e-6).sqrt(),
 }
@@ -254,7 +256,7 @@ class TorchNetwork(Network):
         up: Tensor,
         down: Tensor,
         activation: str,
-        limit: float | None,
+        limit: Limit,
     ) -> Tensor:
         flat, chosen, share = (t.flatten(0, -2) for t in (x, indices, weights))
         return looped_experts(self, flat, chosen, share, up, down, activation, limit).view(x.shape)

@@ -11,7 +11,7 @@ import torch
 
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network, Rope
-from trtllm_replayssm.network.gated import GATED
+from trtllm_replayssm.network.gated import GATED, Limit
 from trtllm_replayssm.network.ngram import NgramHash
 from trtllm_replayssm.network.tensorrt import ngram, selection
 from trtllm_replayssm.network.tensorrt.attention import StepPositions, attend, rotate, update_cache
@@ -144,6 +144,8 @@ class TensorRTNetwork(Network):
             return e.binary("PROD", e.unary("SIGN", x), e.unary("SQRT", size))
         # In float32, as torch does inside its own kernels.
         wide = e.cast(x, torch.float32)
+        if kind == "tanh":
+            return e.cast(e.activation("TANH", wide), e.dtype(x))
         gate = e.activation("SIGMOID", wide)
         return e.cast(gate if kind == "sigmoid" else e.binary("PROD", wide, gate), e.dtype(x))
 
@@ -202,10 +204,13 @@ class TensorRTNetwork(Network):
         return self.emitter.matmul(a, b, transpose_a)
 
     def _doubly_stochastic(self, x: Tensor, iterations: int, epsilon: float) -> Tensor:
+        # Sums as products with ones: between sums as reductions, TensorRT would compute everything before anew.
+        e, size = self.emitter, x.shape[-1]
+        column, row = (e.constant(torch.ones(1, 1, *shape)) for shape in ((size, 1), (1, size)))
         x = self.offset(self.softmax(x), epsilon)
-        axes = [-2, *[-1, -2] * (iterations - 1)]
-        for axis in axes:
-            x = self.divide(x, self.offset(self.sum(x, axis), epsilon))
+        for i in range(2 * iterations - 1):
+            total = e.matmul(x, column) if i % 2 else e.matmul(row, x)
+            x = self.divide(x, self.offset(total, epsilon))
         return x
 
     def _ngram_ids(self, spec: NgramHash, token_ids: Tensor, cache: State) -> Tensor:
@@ -271,7 +276,7 @@ class TensorRTNetwork(Network):
         up: Weight,
         down: Weight,
         activation: str,
-        limit: float | None,
+        limit: Limit,
     ) -> Tensor:
         e, matrices = self.emitter, (self.constant(up), self.constant(down))
         if native_fits(e, self.capability, activation, limit):

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from trtllm_replayssm.compat import MOE_CAPABILITIES
+from trtllm_replayssm.network.gated import Limit
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 
 #: Rows of a block in the grouped form: one expert's weights are fetched once for up to so many tokens.
 BLOCK = 128
 
 
-def native_fits(e: Emitter, capability: tuple[int, int] | None, activation: str, limit: float | None) -> bool:
+def native_fits(e: Emitter, capability: tuple[int, int] | None, activation: str, limit: Limit) -> bool:
     """The native layer knows SwiGLU only, does not say what exactly its limit clamps, and runs on few devices."""
     suits = activation == "swiglu" and limit is None
     return suits and e.tensorrt.features.moe and capability is not None and capability[0] in MOE_CAPABILITIES
