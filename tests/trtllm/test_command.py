@@ -85,20 +85,36 @@ def test_without_tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint
 
 
-def test_with_a_tensorrt_llm_that_builds_no_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from 1.3 on: the package is there, its builder is not."""
-    package = tmp_path / "tensorrt_llm"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    information = tmp_path / "tensorrt_llm-1.4.0.dist-info"
+def install(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensorrt-llm 1.4.0 whose package is ``code``, without a builder."""
+    (folder / "tensorrt_llm").mkdir()
+    (folder / "tensorrt_llm" / "__init__.py").write_text(code)
+    information = folder / "tensorrt_llm-1.4.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: 1.4.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    # Set first, so that what the test imports is taken away again.
     for name in ("tensorrt_llm", "trtllm_replayssm.trtllm.model_cls"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(
-        EngineError, match=r"^tensorrt-llm 1\.4\.0 has no trtllm-build: .* removed after 1\.2$"
-    ) as error:
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("", r"^tensorrt-llm 1\.4\.0 has no trtllm-build: .* removed after 1\.2$"),
+        (
+            "raise OSError('libnvinfer.so.10: cannot open shared object file')",
+            r"^tensorrt-llm 1\.4\.0 cannot be imported: libnvinfer\.so\.10: cannot open shared object file$",
+        ),
+    ],
+    ids=["without a builder", "broken"],
+)
+def test_with_a_tensorrt_llm_that_builds_no_engines(
+    code: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from 1.3 on: the package is there, its builder is not. Or a library that it needs is not."""
+    install(tmp_path, code, monkeypatch)
+    with pytest.raises(EngineError, match=sentence) as error:
         importlib.import_module("trtllm_replayssm.trtllm.model_cls")
     assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint
-    monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)

@@ -11,10 +11,15 @@ BUILD_INSTEAD = "trtllm-replayssm build --engine_flavour tensorrt builds the sam
 
 
 def require_engine_builder() -> None:
-    """Raises EngineError unless tensorrt-llm is installed and still builds engines."""
+    """Raises EngineError unless tensorrt-llm is installed, can be imported, and still builds engines."""
     if find_spec("tensorrt_llm") is None:
         raise EngineError("tensorrt-llm is not installed", f"{BUILD_INSTEAD}; or {pip_extra('trtllm')}")
-    if find_spec("tensorrt_llm.builder") is None:
+    try:
+        # Looks into the package, which is imported for that.
+        builder = find_spec("tensorrt_llm.builder")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise EngineError(f"tensorrt-llm {installed_version()} cannot be imported: {error}", BUILD_INSTEAD) from error
+    if builder is None:
         raise EngineError(
             f"tensorrt-llm {installed_version()} has no trtllm-build: its engine builder was removed after 1.2",
             f"{BUILD_INSTEAD}; or install tensorrt-llm 1.2",
