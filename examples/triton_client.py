@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ def stream_http(url: str, values: dict[str, Any]) -> Iterator[str]:
                 yield data["text_output"]
 
 
+def check_connection(url: str) -> None:
+    """Ends with one sentence when nobody listens there."""
+    host, _, port = url.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: no server at {url}: {error}") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt")
@@ -81,8 +91,10 @@ def main() -> None:
     values: dict[str, Any] = {"text_input": args.prompt, "max_tokens": args.max_tokens, "stream": True}
     if args.temperature is not None:
         values["temperature"] = args.temperature
-    stream, url = (stream_grpc, "localhost:8001") if args.protocol == "grpc" else (stream_http, "localhost:8000")
-    for piece in stream(args.url or url, values):
+    stream, port = (stream_grpc, 8001) if args.protocol == "grpc" else (stream_http, 8000)
+    url = args.url or f"localhost:{port}"
+    check_connection(url)
+    for piece in stream(url, values):
         sys.stdout.write(piece)
         sys.stdout.flush()
     print()
