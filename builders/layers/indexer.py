@@ -19,8 +19,8 @@ from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 
-#: Rows of a block cache come in multiples of this, so that a slot of any dtype can be bound by itself.
-ROWS = 8
+#: Rows of a block cache come in multiples of this, so that slots begin where TensorRT can bind them (SLOT_ALIGNMENT).
+ROWS = 16
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,16 @@ def update_cache(e: Emitter, where: StepPositions, cache: Tensor, x: Tensor) -> 
 def write_rows(e: Emitter, cache: Tensor, x: Tensor, start: Tensor, count: Tensor) -> Tensor:
     """``cache [rows, H, n, D]`` with x ``[rows, H, count, D]`` in the rows ``start ...`` (int32 ``[rows]``) of each request.
 
-    In place by the native layer, which takes no integers; else by a scatter, which copies the whole cache.
+    In place by the native layer, which takes no integers.
     """
     if e.tensorrt.features.kv_cache_update and e.dtype(cache).is_floating_point:
         layer = e.network.add_kv_cache_update(cache, x, start, e.trt.KVCacheMode.LINEAR)
         return e.added(layer, "cache_update", cache, x)
+    return scatter_rows(e, cache, x, start, count)
+
+
+def scatter_rows(e: Emitter, cache: Tensor, x: Tensor, start: Tensor, count: Tensor) -> Tensor:
+    """``write_rows`` by a scatter, which copies the whole cache."""
     # Where each [row, head, token] goes: (row, head, start + token).
     rows, heads = e.size(x, 0), x.shape[1]
     row = e.reshape(e.dynamic_arange(rows), (-1, 1, 1, 1))

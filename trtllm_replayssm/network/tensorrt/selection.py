@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from trtllm_replayssm.network.tensorrt.attention import StepPositions, write_rows
+from trtllm_replayssm.network.tensorrt.attention import StepPositions, scatter_rows
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 
 
@@ -28,7 +28,8 @@ def update_block_cache(e: Emitter, where: StepPositions, cache: Tensor, x: Tenso
     token = e.binary("MIN", token, e.reshape(last, (1, 1)))
     kept = e.gather(x, token, 1, shared_axes=1)
     start = where.row_of(first, cache.shape[2], count)
-    return write_rows(e, cache, e.transpose(e.cast(kept, e.dtype(cache)), (0, 2, 1, 3)), start, count)
+    # Not by the native layer: builders do not come to an end over updates of another length than T.
+    return scatter_rows(e, cache, e.transpose(e.cast(kept, e.dtype(cache)), (0, 2, 1, 3)), start, count)
 
 
 def select_blocks(
@@ -41,9 +42,9 @@ def select_blocks(
     query = e.reshape(e.cast(q, torch.float32), (0, 1, -1, width))
     scores = e.matmul(query, e.cast(e.slice(keys, 2, 0, blocks), torch.float32), transpose_b=True)
     scores = e.reshape(e.activation("RELU", scores), (0, -1, heads, blocks))
-    if weights is not None:
-        scores = e.binary("PROD", scores, e.reshape(weights, (0, 0, heads, 1)))
-    scores = e.reshape(e.reduce("SUM", scores, 2), (0, 0, blocks))
+    # A product of matrices also where all heads weigh alike.
+    shares = e.constant(torch.ones(1, 1, 1, heads)) if weights is None else e.reshape(weights, (0, 0, 1, heads))
+    scores = e.reshape(e.matmul(shares, scores), (0, 0, blocks))
     seen = e.binary("SUM", e.reshape(where.positions, (0, 0, 1)), e.number(1, torch.int32, 3))
     ends = e.constant((torch.arange(1, blocks + 1, dtype=torch.int32) * block).reshape(1, 1, -1))
     chosen = largest(e, scores, e.unary("NOT", e.binary("GREATER", ends, seen)), count)
