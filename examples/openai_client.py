@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from openai import BadRequestError, OpenAI
+from openai import APIConnectionError, BadRequestError, OpenAI
 
 
 def main(message: str, base_url: str) -> None:
     client = OpenAI(base_url=base_url, api_key="none")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError as error:
+        raise SystemExit(f"error: no server at {base_url}: {error}") from None
     try:
         stream = client.chat.completions.create(
             model=model,

@@ -125,6 +125,8 @@ class TritonServer:
             self.process = subprocess.Popen(
                 self.command,
                 env=self.environment,
+                # Python's packages are looked for there first, and a checkout is no installed package.
+                cwd=self.model_file.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
