@@ -91,7 +91,9 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weight_sparsity", action="store_true", help="use kernels for weights of which two in four are zero"
     )
-    group.add_argument("--monitor_memory", action="store_true", help="report what the builder uses, with --log_level debug")
+    group.add_argument(
+        "--monitor_memory", action="store_true", help="report what the builder uses, with --log_level debug"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
