@@ -29,6 +29,10 @@ class Pool:
         """Positions of a request that a cache has room for."""
         return self.shape[1] * self.block
 
+    def rows(self, start: int, stop: int) -> slice:
+        """Rows of a cache that are final once the positions ``start ... stop - 1`` behind the earlier ones are."""
+        return slice(start // self.block, stop // self.block)
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, padded to SLOT_ALIGNMENT."""

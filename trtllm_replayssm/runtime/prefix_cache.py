@@ -50,7 +50,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Node:
-    """One chunk behind its parent's. rows: by KV pool, ``[heads, chunk, dim]``."""
+    """One chunk behind its parent's. rows: by cache ``[heads, n, dim]``, those that became final with the chunk's tokens."""
 
     tokens: tuple[int, ...] = ()
     parent: Node | None = None
@@ -111,7 +111,7 @@ class PrefixCache:
         self.use(path[known - 1])
         for depth, node in enumerate(path[:known]):
             for name, rows in node.rows.items():
-                self.session.pools[name][slot, :, depth * self.chunk : (depth + 1) * self.chunk] = rows
+                self.session.pools[name][slot, :, self.rows(name, depth * self.chunk)] = rows
         for name, tensor in snapshot.tensors.items():
             self.session.pools[name][slot] = tensor
         self.session.place(slot, snapshot.cursors)
@@ -124,27 +124,27 @@ class PrefixCache:
         """
         rows, state = self.pools_of("kv"), self.pools_of("state", "conv")
         snapshot_bytes = hidden.nbytes + sum(pool[slot].nbytes for pool in state.values())
-        chunk_bytes = sum(pool[slot, :, : self.chunk].nbytes for pool in rows.values())
         while True:
             path = list(self.path(prompt, length))
             if len(path) * self.chunk == length and path[-1].snapshot is not None:
                 self.use(path[-1])
                 return
-            needed = snapshot_bytes + chunk_bytes * (length // self.chunk - len(path))
+            chunks = [
+                {name: pool[slot, :, self.rows(name, start)] for name, pool in rows.items()}
+                for start in range(len(path) * self.chunk, length, self.chunk)
+            ]
+            needed = snapshot_bytes + sum(piece.nbytes for chunk in chunks for piece in chunk.values())
             if self.nbytes + needed <= self.max_bytes:
                 break
             if needed > self.max_bytes or not self.recent:
                 return
             self.evict()
         # All copies first: where there is no memory for them, nothing has changed.
-        starts = range(len(path) * self.chunk, length, self.chunk)
-        copies = [
-            {name: pool[slot, :, start : start + self.chunk].clone() for name, pool in rows.items()} for start in starts
-        ]
+        copies = [{name: piece.clone() for name, piece in chunk.items()} for chunk in chunks]
         tensors = {name: pool[slot].clone() for name, pool in state.items()}
         snapshot = Snapshot(self.session.slot_cursors(slot), tensors, hidden.clone())
         node = path[-1] if path else self.root
-        for start, copy in zip(starts, copies):
+        for start, copy in zip(range(len(path) * self.chunk, length, self.chunk), copies):
             tokens = tuple(prompt[start : start + self.chunk])
             child = node.children[tokens] = Node(tokens, node, copy)
             node = child
@@ -181,6 +181,10 @@ class PrefixCache:
     def clear(self) -> None:
         while self.recent:
             self.evict()
+
+    def rows(self, name: str, start: int) -> slice:
+        """Rows of a cache that belong to the chunk from position ``start`` on."""
+        return self.session.layout[name].rows(start, start + self.chunk)
 
     def pools_of(self, *kinds: str) -> dict[str, Tensor]:
         return {name: pool for name, pool in self.session.pools.items() if self.session.layout[name].kind in kinds}

@@ -267,9 +267,7 @@ class Session:
         """A copy of the slot's state, by default on the same device; tokens that were not committed are left out."""
         cursors, tensors = self.slot_cursors(slot), {}
         for name, pool in self.pools.items():
-            row = pool[slot]
-            if self.layout[name].kind == "kv":
-                row = row[:, : cursors.committed]
+            row = self.held(name, pool[slot], cursors.committed)
             tensors[name] = row.to(device or row.device, copy=True, memory_format=torch.contiguous_format)
         return SlotState(self.engine.config.fingerprint, self.engine.rank, cursors, tensors)
 
@@ -279,10 +277,13 @@ class Session:
         if (state.fingerprint, state.rank) != (self.engine.config.fingerprint, self.engine.rank):
             raise UserError("the saved state belongs to another engine or rank")
         for name, tensor in state.tensors.items():
-            row = self.pools[name][slot]
-            row = row[:, : state.cursors.committed] if self.layout[name].kind == "kv" else row
-            row.copy_(tensor)
+            self.held(name, self.pools[name][slot], state.cursors.committed).copy_(tensor)
         self.place(slot, state.cursors)
+
+    def held(self, name: str, slot: Tensor, length: int) -> Tensor:
+        """Of a slot of that pool what its first ``length`` tokens need: a cache up to there, anything else whole."""
+        pool = self.layout[name]
+        return slot[:, pool.rows(0, length)] if pool.kind == "kv" else slot
 
     @torch.no_grad()
     def materialise(self, source: int, destination: int, prefix_len: int) -> None:
@@ -306,10 +307,8 @@ class Session:
             self.engine.plugins.materialise(recurrence, pools, source, destination, cursors.folded, prefix_len)
         for name, pool in self.pools.items():
             kind = self.layout[name].kind
-            if kind == "kv":
-                pool[destination, :, :prefix_len] = pool[source, :, :prefix_len]
-            elif kind == "conv":
-                pool[destination] = pool[source]
+            if kind in ("kv", "conv"):
+                self.held(name, pool[destination], prefix_len).copy_(self.held(name, pool[source], prefix_len))
         self.place(destination, SlotCursors(prefix_len, prefix_len, cursors.written))
 
     def conv_reach(self, written: int) -> int:
