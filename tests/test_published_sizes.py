@@ -19,6 +19,7 @@ from trtllm_replayssm.builders.families.registry import find_family
 from trtllm_replayssm.builders.hf.config import read_config
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.builders.streams import GatedStreams, SinkhornStreams
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -127,6 +128,31 @@ SIZES = {
             "mla": latent(96, q_rank=1536, gate="element", rope=None, value_dim=128),
             "mlp": {"intermediate_size": 33792, "activation": "situ", "limit": (4.0, 25.0)},
             "moe": moe(896, 16, 3072, latent_size=3584, latent_epsilon=1e-5, limit=(4.0, 25.0)),
+        },
+    ),
+    "glm_5_3_flash": Size(
+        {"kda": 34, "mla": 11, "mlp": 3, "moe": 42},
+        4096,
+        313.3,
+        136,
+        {
+            "kda": {"num_heads": 64, "head_dim": 128, "lower_bound": -5.0, "gate_rank": 128},
+            "mla": latent(64, nope_dim=256, rope_dim=0, value_dim=256, q_rank=1536),
+            "mlp": {"intermediate_size": 12288, "activation": "clamped_swiglu", "limit": 10.0},
+            "moe": moe(288, 8, 2048, routed_scale=2.5, activation="clamped_swiglu", limit=10.0),
+        },
+    ),
+    # 125 billions, and 51 in the tables of n-grams.
+    "qwen3_8_flash_next": Size(
+        {"gated_delta": 36, "attention": 12, "moe": 48, "ngram": 1},
+        2560,
+        176,
+        108,
+        {
+            "gated_delta": delta(48) | {"gate": "sigmoid"},
+            "attention": attention(24, 2, 256),
+            "moe": moe(512, 10, 640),
+            "ngram": {"ngram_size": 3, "heads": 8, "full_width": 160, "rows": 320_001_536, "shards": 128, "index": 0},
         },
     ),
     "ling_3_flash": Size(
@@ -246,12 +272,35 @@ def test_two_ranks_hold_half_of_the_state_each(name: str) -> None:
         ("qwen3_5_27b", ["attention", "mlp"]),
         ("qwen3_5_35b_a3b", ["attention", "moe"]),
         ("ling_3_flash", ["mla", "moe"]),
+        ("glm_5_3_flash", ["mla", "moe"]),
     ],
 )
 def test_announced_mtp_layers(name: str, kinds: list[str]) -> None:
     mtp = published(name).mtp
     assert mtp is not None
     assert [layer.kind for layer in mtp.layers] == kinds
+
+
+@pytest.mark.parametrize("name", ["glm_5_3_flash", "qwen3_8_flash_next"])
+def test_indexers_choose_512_blocks_of_four(name: str) -> None:
+    """The file says so; defaults of transformers would make blocks of 16 of GLM's."""
+    chosen = [layer.indexer for layer in published(name).layers if getattr(layer, "indexer", None)]
+    assert {(indexer.block, indexer.count, indexer.head_dim) for indexer in chosen} == {(4, 512, 128)}
+    assert len(chosen) in (11, 12)
+
+
+@pytest.mark.parametrize("name", ["glm_5_3_flash", "qwen3_8_flash_next"])
+def test_block_keys_take_a_quarter_of_a_key_for_each_token(name: str) -> None:
+    decoder = published(name)
+    prefix, layer = next(named for named in decoder.named_layers() if getattr(named[1], "indexer", None))
+    pool = decoder.pools(StateOptions(ReplayConfig(), torch.bfloat16, 65536))[f"{prefix}.indexer.cache"]
+    assert 65536 // 4 <= pool.shape[1] <= 65536 // 4 + 16
+    assert pool.shape[2] == layer.indexer.head_dim
+
+
+def test_streams_of_the_published_models() -> None:
+    assert published("glm_5_3_flash").streams == SinkhornStreams(4, 1e-5, 1e-6, 20)
+    assert published("qwen3_8_flash_next").streams == GatedStreams(4, 1e-6, 320)
 
 
 def test_ling_flash_limits_its_last_layers() -> None:

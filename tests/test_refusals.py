@@ -184,6 +184,9 @@ def test_puzzle_variants_of_nemotron_are_refused() -> None:
         find_family(config("nemotron_nano_v2_9b", block_configs=[{"mamba_num_heads": 64}]), {})
 
 
+#: The last layer attends, so that its indexer counts.
+GLM_ENDS = ["linear_attention"] * 44 + ["deepseek_sparse_attention"]
+
 # ---- configs of what is built ----------------------------------------------------------------------------------------
 
 
@@ -222,6 +225,15 @@ def test_unknown_keys_of_a_wrapper_are_refused() -> None:
         ("kimi_linear_48b_a3b", {"mla_use_nope": False}, "mla_use_nope"),
         ("kimi_linear_48b_a3b", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ("kimi_linear_48b_a3b", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("glm_5_3_flash", {"qk_rope_head_dim": 64}, "qk_rope_head_dim"),
+        ("glm_5_3_flash", {"mhc": False}, "mhc"),
+        ("glm_5_3_flash", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
+        ("glm_5_3_flash", {"index_kpool_compress": False}, "index_kpool_compress"),
+        ("glm_5_3_flash", {"indexer_types": ["full"] * 44 + ["shared"], "layer_types": GLM_ENDS}, "shared indexers"),
+        ("glm_5_3_flash", {"indexer_types": None, "index_topk_freq": 4}, "index_topk_freq"),
+        ("glm_5_3_flash", {"scoring_func": "softmax"}, "scoring_func"),
+        ("qwen3_8_flash_next", {"indexer_kv_heads": 2}, "indexer_kv_heads"),
+        ("qwen3_8_flash_next", {"output_gate_type": "tanh"}, "output_gate_type"),
         ("ling_3_flash", {"no_kda_lora": False}, "no_kda_lora"),
         ("ling_3_flash", {"up_proj_norm": True}, "up_proj_norm"),
         ("ling_3_flash", {"value_norm": True}, "value_norm"),
@@ -306,6 +318,18 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("kimi_linear_48b_a3b", {"linear_attn_config": None}, "linear_attn_config"),
         ("kimi_linear_48b_a3b", {"layer_types": ["linear_attention"] * 27}, "layer_types"),
         ("kimi_linear_48b_a3b", {"num_key_value_heads": 8}, "num_key_value_heads"),
+        ("glm_5_3_flash", {"index_topk": 2047}, "no multiple of 4 index_kpool"),
+        ("glm_5_3_flash", {"layer_types": ["linear_attention"] * 44}, "not a list of 45"),
+        ("glm_5_3_flash", {"layer_types": ["linear_attention"] * 45}, "kda_layers"),
+        ("glm_5_3_flash", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ("glm_5_3_flash", {"swiglu_limit": None}, "swiglu_limit is missing"),
+        ("glm_5_3_flash", {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("qwen3_8_flash_next", {"indexer_budget": 2047}, "no multiple of 4 indexer_compress_ratio"),
+        ("qwen3_8_flash_next", {"indexer_head_dim": 32}, "RoPE turns 64 channels"),
+        ("qwen3_8_flash_next", {"ple_layer_ids": [0]}, "layer numbers from 1 to 48"),
+        ("qwen3_8_flash_next", {"ple_embed_dim": 2561}, "ple_embed_dim"),
+        ("qwen3_8_flash_next", {"eos_token_id": None}, "n-grams end at such a token"),
+        ("qwen3_8_flash_next", {"hc_count": None}, "hc_count is missing"),
         ("ling_3_flash", {"expert_swiglu_limit_list": [0, 4.0]}, "one number for each of 42 layers"),
         ("ling_3_flash", {"expert_swiglu_limit_list": [-1.0] * 42}, "not negative"),
         ("ling_3_flash", {"rope_theta": None}, "rope_theta is missing"),
@@ -372,7 +396,17 @@ VALUES = (None, True, -1, 0, 3, 0.5, float("nan"), float("inf"), "x", [], [None]
     "name",
     [
         *("mamba2", "nemotron_h_latent", "qwen3_next", "qwen3_5_moe_vl", "kimi_linear", "bailing_hybrid"),
-        *("state_spaces", "granite4_moe", "granite4_attention", "falcon_h1", "bamba", "olmo_hybrid_rope", "lara_mini"),
+        *(
+            "glm5_next",
+            "qwen4_exp_vl",
+            "state_spaces",
+            "granite4_moe",
+            "granite4_attention",
+            "falcon_h1",
+            "bamba",
+            "olmo_hybrid_rope",
+            "lara_mini",
+        ),
     ],
 )
 def test_whatever_a_key_holds_the_answer_is_a_sentence(name: str, tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ def weight_bytes(parameter: Parameter, subject: Subject) -> int:
 
 
 def idle_parameters(layer: Layer, hidden_size: int) -> int:
-    """Parameters of routed experts that one token does not visit."""
+    """Parameters of routed experts, and rows of n-gram tables, that one token does not visit."""
+    if isinstance(layer, NgramEmbedding):
+        return (layer.rows - len(layer.hash.primes)) * layer.full_width
     if not isinstance(layer, Moe):
         return 0
     named = layer.parameters(hidden_size).items()

@@ -108,8 +108,9 @@ class Glm5Next(BlueprintFamily):
         if "mlp_layer_types" not in config:
             return [i >= config.integer("first_k_dense_replace") for i in range(self.count)]
         sparse = [kind == "sparse" for kind in self.one_a_layer("mlp_layer_types", ("dense", "sparse"))]
-        # Stated for models whose first layers are the dense ones.
-        config.expect("first_k_dense_replace", sparse.index(True) if True in sparse else self.count)
+        first = sparse.index(True) if True in sparse else self.count
+        if config.integer("first_k_dense_replace", first) != first:
+            raise config.fail("first_k_dense_replace", f"does not fit mlp_layer_types, whose first {first} are dense")
         return sparse
 
     def one_a_layer(self, key: str, words: tuple[str, ...]) -> list[str]:
