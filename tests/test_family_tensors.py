@@ -146,8 +146,10 @@ def test_16_bit_checkpoints_keep_what_must_stay_float32(name: str, tmp_path: Pat
     _, weights, _ = converted(folder, dtype="bfloat16")
     kept = {n for n, t in weights.items() if t.dtype == torch.float32}
     expected = (".A_log", ".dt_bias", ".D", ".router.weight", ".router.bias")
-    if name.startswith("bailing"):
+    if name.startswith(("bailing", "kimi_k3")):
         expected += (".kda.conv1d.weight",)
+    if name.startswith("kimi_k3"):
+        expected += (".kda.norm.weight", ".streams.query.weight")
     assert kept == {n for n in weights if n.endswith(expected)}
     assert all(torch.equal(weights[n], exact[n]) for n in kept)
     # Norms that are 1 + w are stored as w: adding the 1 in bfloat16 would lose bits.
@@ -196,6 +198,10 @@ def cut(tensor: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
     return lambda config, tensors: tensors.update({tensor: tensors[tensor][:-1].clone()})
 
 
+#: Of the first layer of Kimi-K3.
+K3_DECAYS = "language_model.model.layers.0.self_attn.A_log"
+
+
 def says(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
     return lambda config, tensors: config.update({key: value})
 
@@ -230,6 +236,17 @@ def says(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], 
         ("lara_mini", cut("model.layers.0.linear_attn.in_proj.weight"), "in_proj"),
         ("lara_mini", says("layer_types", ["linear_attention"] * 5), "lacks"),
         ("kimi_linear", says("kv_lora_rank", 16), "kv_a"),
+        ("kimi_k3", cut("language_model.model.layers.1.mlp_res_norm.weight"), "mlp_res"),
+        (
+            "kimi_k3",
+            cut("language_model.model.layers.1.block_sparse_moe.routed_expert_norm.weight"),
+            "routed_expert_norm",
+        ),
+        ("kimi_k3", cut("language_model.model.layers.2.self_attn.g_proj.weight"), "g_proj"),
+        ("kimi_k3", says("routed_expert_hidden_size", 16), r"experts\.0\.w1"),
+        ("kimi_k3", says("attn_res_block_size", None), "does not use"),
+        # Fewer decays than heads; more are padding.
+        ("kimi_k3", lambda c, t: t.update({K3_DECAYS: t[K3_DECAYS][:3].clone()}), "A_log"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -261,10 +278,13 @@ def test_a_missing_and_a_surplus_tensor_are_refused(name: str, tmp_path: Path) -
         converted(more)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_vl", "qwen3_5_moe_vl"])
-def test_the_vision_tower_is_left_out_and_listed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tower"),
+    [("qwen3_5_vl", "model.visual."), ("qwen3_5_moe_vl", "model.visual."), ("kimi_k3", "vision_tower.")],
+)
+def test_the_vision_tower_is_left_out_and_listed(name: str, tower: str, tmp_path: Path) -> None:
     _, _, warnings = converted(write_saved(build(name), tmp_path / "saved"))
-    assert any("vision tower" in message and "model.visual." in message for message in warnings)
+    assert any("vision tower" in message and tower in message for message in warnings)
 
 
 # ---- head and vocabulary ---------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.builders.streams import AttentionResiduals, BlockSums
+from trtllm_replayssm.network.base import Network, Rope
 from trtllm_replayssm.runtime.engine import Engine
 
 #: Change of a layer's weight, given the layer.
@@ -68,6 +69,10 @@ def regrouped(blocks: Callable[[Layer], tuple[int, ...]]) -> WeightChange:
 
 def zero(layer: Layer, weight: Tensor) -> Tensor:
     return torch.zeros_like(weight)
+
+
+def one(layer: Layer, weight: Tensor) -> Tensor:
+    return torch.ones_like(weight)
 
 
 def log_taken_as_rate(layer: Layer, weight: Tensor) -> Tensor:
@@ -210,6 +215,26 @@ MISTAKES = (
     Mistake("window one token longer", "lara_mini", Attention, {"window": 9}),
     Mistake("RoPE over everything, too", "lara_mini", Attention, {"rope": Rope(16, 1e4)}),
     Mistake("RoPE in no layer", "lara_mini", Attention, {"rope": None}),
+    Mistake("SiTU taken for SwiGLU in experts", "kimi_k3", Moe, {"activation": "swiglu", "limit": None}),
+    Mistake("SiTU taken for SwiGLU in the first layer", "kimi_k3", Mlp, {"activation": "swiglu", "limit": None}),
+    Mistake("SiTU's gate unbounded", "kimi_k3", Moe, {"limit": (None, 2.0)}),
+    Mistake("SiTU's up unbounded", "kimi_k3", Moe, {"limit": (1.5, None)}),
+    Mistake("SiTU's bounds swapped", "kimi_k3", Moe, {"limit": (2.0, 1.5)}),
+    Mistake("SiTU clamped", "kimi_k3", Moe, {"activation": "clamped_swiglu"}),
+    Mistake("SiTU without a factor taken for SwiGLU", "kimi_k3_text", Moe, {"activation": "swiglu", "limit": None}),
+    Mistake("norm of the latent dropped", "kimi_k3", Moe, {"latent_epsilon": None}),
+    Mistake("norm of the latent's weight dropped", "kimi_k3", Moe, weight=("latent_norm.weight", one)),
+    Mistake("a single expert's weight normalised", "kimi_k3_text", Moe, {"normalise": True}),
+    # Nothing else scales: the norm of the latent undoes it.
+    Mistake("routed scaling dropped", "kimi_k3_text", Moe, {"routed_scale": 1.0}),
+    Mistake("mla gate dropped", "kimi_k3", Mla, {"gate": None}),
+    Mistake("mla RoPE in a model without", "kimi_k3", Mla, {"rope": Rope(8, 1e4, True)}),
+    Mistake("latent norm with rms_norm_eps", "kimi_k3", Mla, {"latent_epsilon": 1e-5}),
+    Mistake("norm of the low-rank query dropped", "kimi_k3", Mla, weight=("q_a_norm.weight", one)),
+    Mistake("bounded gate without its bound", "kimi_k3", Kda, {"lower_bound": None}),
+    Mistake("softplus gate with a bound", "kimi_k3_text", Kda, {"lower_bound": -5.0}),
+    Mistake("A_log read from its padding", "kimi_k3", Kda, weight=("A_log", zero)),
+    Mistake("output norm zero-centred", "kimi_k3", Kda, weight=("norm.weight", plus_one)),
 )
 
 
@@ -245,6 +270,34 @@ def test_mistakes_in_a_layer_are_seen(mistake: Mistake) -> None:
     assert effect(mistake.model, engine) > mistake.effect >= 5 * TOLERANCE
 
 
+@dataclass(frozen=True)
+class Late(AttentionResiduals):
+    """A block's first branch still belongs to the one before."""
+
+    def opened(self, net: Network, x: Tensor) -> BlockSums:
+        return BlockSums((x,), self.block - 1)
+
+
+@dataclass(frozen=True)
+class Normed(AttentionResiduals):
+    def mixture(self, net: Network, name: str, sums: tuple[Tensor, ...]) -> Tensor:
+        return super().mixture(net, name, tuple(net.rms_norm(value, None, self.norm_epsilon) for value in sums))
+
+
+@dataclass(frozen=True)
+class Unnormed(AttentionResiduals):
+    def mixture(self, net: Network, name: str, sums: tuple[Tensor, ...]) -> Tensor:
+        values = torch.stack(sums, -2)
+        shares = (values @ net.weight(f"{name}.query.weight")[0]).softmax(-1)
+        return (shares[..., None] * values).sum(-2)
+
+
+@dataclass(frozen=True)
+class Open(AttentionResiduals):
+    def closed(self, net: Network, name: str, streams: BlockSums) -> Tensor:
+        return streams.sums[-1]
+
+
 def decoder_with(**fields: object) -> Callable[[HybridDecoder], HybridDecoder]:
     return lambda decoder: replace(decoder, **fields)
 
@@ -255,6 +308,13 @@ def decoder_with(**fields: object) -> Callable[[HybridDecoder], HybridDecoder]:
         pytest.param("qwen3_next", decoder_with(norm_zero_centred=False), id="norm weight without plus one"),
         pytest.param("kimi_linear", decoder_with(norm_zero_centred=True), id="plain norm taken as zero-centred"),
         pytest.param("nemotron_h_dense", lambda d: replace(d, layers=d.layers[:-1]), id="last layer lost"),
+        pytest.param("kimi_k3", decoder_with(streams=None), id="attention residuals taken for usual ones"),
+        pytest.param("kimi_k3", decoder_with(streams=AttentionResiduals(2, 1e-5)), id="blocks counted in branches"),
+        pytest.param("kimi_k3", decoder_with(streams=AttentionResiduals(8, 1e-5)), id="blocks twice as long"),
+        pytest.param("kimi_k3", decoder_with(streams=Late(4, 1e-5)), id="blocks that end after their first branch"),
+        pytest.param("kimi_k3", decoder_with(streams=Normed(4, 1e-5)), id="mixture of normed sums"),
+        pytest.param("kimi_k3", decoder_with(streams=Unnormed(4, 1e-5)), id="scores of sums as they are"),
+        pytest.param("kimi_k3", decoder_with(streams=Open(4, 1e-5)), id="head reads the last sum alone"),
         *(
             pytest.param(model, decoder_with(**{end: 1.0}), id=f"{end} of {model} ignored")
             for model in ("granite4_dense", "falcon_h1")
