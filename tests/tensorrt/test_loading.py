@@ -129,6 +129,7 @@ def test_engine_folder(small: Pair) -> None:
         "files": {path.name: path.stat().st_size for path in sorted(small.folder.glob("rank*"))},
     }
     assert {"plugin_version", "package_version", "format_version"} <= config["replayssm"].keys()
+    assert len({path.stat().st_mode for path in small.folder.iterdir()}) == 1
     assert config["build_config"]["max_batch_size"] == 4
 
 

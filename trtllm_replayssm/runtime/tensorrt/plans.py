@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from trtllm_replayssm.builders.checkpoint import load_rank
 from trtllm_replayssm.compat import TensorRT, load_tensorrt
@@ -158,7 +158,8 @@ def write_plans(
 def write_state(checkpoint_dir: Path, config: EngineConfig, rank: int, folder: Path) -> None:
     """Write the few weights that a session needs besides the plans, where there are any."""
     if kept := state_weights(config, load_rank(checkpoint_dir, rank)):
-        save_file({name: weight.contiguous() for name, weight in kept.items()}, folder / state_file(rank))
+        # Written here, because safetensors' own files can be read by their owner only.
+        (folder / state_file(rank)).write_bytes(save({name: weight.contiguous() for name, weight in kept.items()}))
 
 
 def recorded(config: EngineConfig, record: PlanRecord, folder: Path) -> EngineConfig:
