@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -170,9 +171,17 @@ def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
     from trtllm_replayssm.bench.steps_report import profile_rows, steps_report, timing_rows
 
     chosen = modes(engine.config.replay, args.draft_len, args.accepted)
-    timings = list(decode_timings(engine, args.decode_batch_sizes or (), args.context_len, chosen, args.steps))
+    timings, profiles = [], []
+    for timing in decode_timings(engine, args.decode_batch_sizes or (), args.context_len, chosen, args.steps):
+        timings.append(timing)
+        progress = (timing.batch_size, timing.mode, timing.tokens_per_second, timing.step_ms.average)
+        LOGGER.log(level(engine), "batch %d, %s: %.1f tokens/s, %.3f ms a step", *progress)
     size, lengths = args.batch_size or engine.config.max_batch_size, args.profile_context_lens or ()
-    profiles = [found for mode in chosen for found in step_profiles(engine, mode, size, lengths, args.steps)]
+    for mode in chosen:
+        for profile in step_profiles(engine, mode, size, lengths, args.steps):
+            profiles.append(profile)
+            shares = ", ".join(f"{part} {share:.1%}" for part, share in profile.shares.items())
+            LOGGER.log(level(engine), "after %d tokens, %s: %s", profile.context_len, mode.name, shares)
     if engine.rank != 0:
         return 0
     machine = machine_info(engine.device)
@@ -193,6 +202,11 @@ def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
     report = steps_report(engine, machine, settings(args), timings, profiles)
     write({args.report_json: json.dumps(report, indent=2) + "\n"})
     return 0
+
+
+def level(engine: Engine) -> int:
+    """Log level of what one rank says for all."""
+    return logging.INFO if engine.rank == 0 else logging.DEBUG
 
 
 def bench_requests(args: argparse.Namespace, engine: Engine) -> int:
