@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import build, random_ids
+from hf_models import MODELS, build, random_ids
 from hf_spelling import read_folder, write_folder, write_hub
 from torch import Tensor
 from transformers.cache_utils import MtpCache
@@ -22,7 +22,7 @@ from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Kept
 from trtllm_replayssm.runtime.speculation.mtp import MtpDrafter
 
-TOKENS, PIECES = 21, (5, 1, 3, 1, 1, 9)
+TOKENS, PIECES = 33, (5, 1, 3, 1, 1, 9, 10, 2)
 
 
 def engine_of(folder: Path, root: Path, max_draft_len: int = 3) -> Engine:
@@ -71,9 +71,42 @@ def nemotron_logits(folder: Path, ids: Tensor, hidden: Tensor) -> Tensor:
     return model(inputs_embeds=parts @ given["mtp.layers.0.eh_proj.weight"].T, use_cache=False).logits[0]
 
 
+@torch.no_grad()
+def glm_logits(folder: Path, ids: Tensor, hidden: Tensor) -> Tensor:
+    """The same from a model of one block, whose only stream is mixed with factors of 1: a plain residual stream."""
+    config, given = read_folder(folder)
+    root, last = "model.language_model.", f"layers.{config['text_config']['num_hidden_layers']}."
+    text = MODELS["glm5_next"].config["text_config"] | {"num_hidden_layers": 1, "hc_mult": 1}
+    text |= {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"]}
+    small = write_hub(build("glm5_next", text_config=text), folder / "head", mtp=False)
+    config, tensors = read_folder(small)
+    for name, tensor in tensors.items():
+        if name.endswith(("hc_attn_fn", "hc_ffn_fn")):
+            tensor.zero_()
+        elif name.endswith(("hc_attn_base", "hc_ffn_base")):
+            # sigmoid(40) of the stream is read, and 2 sigmoid(0) of the output is written.
+            tensor.copy_(torch.tensor([40.0, 0.0, 0.0]))
+        elif ".hc_" not in name and name.startswith(f"{root}layers."):
+            tensors[name] = given[name.replace("layers.0.", last)]
+    tensors["lm_head.weight"] = given["lm_head.weight"]
+    tensors[f"{root}norm.weight"] = given[f"{root}{last}shared_head.norm.weight"]
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        write_folder(folder / "head.of", config, tensors, 1), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + model.config.text_config.rms_norm_eps).rsqrt() * weight
+
+    embedded = norm(given[f"{root}embed_tokens.weight"][ids[:, 1:]], given[f"{root}{last}enorm.weight"])
+    parts = torch.cat([embedded, norm(hidden, given[f"{root}{last}hnorm.weight"])], -1)
+    return model(inputs_embeds=parts @ given[f"{root}{last}eh_proj.weight"].T, use_cache=False).logits[0]
+
+
 def expected_logits(name: str, model: Any, folder: Path, ids: Tensor, hidden: Tensor) -> Tensor:
     if name.startswith("nemotron"):
         return nemotron_logits(folder, ids, hidden)
+    if name.startswith("glm"):
+        return glm_logits(folder, ids, hidden)
     if name.startswith("bailing"):
         # The one name in which transformers and the published files differ.
         config, tensors = read_folder(folder)
@@ -83,7 +116,8 @@ def expected_logits(name: str, model: Any, folder: Path, ids: Tensor, hidden: Te
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "qwen3_5_text_tied_v3", "qwen3_5_moe_text", "bailing_hybrid", "nemotron_h_latent"]
+    "name",
+    ["qwen3_next", "qwen3_5_text_tied_v3", "qwen3_5_moe_text", "bailing_hybrid", "nemotron_h_latent", "glm5_next"],
 )
 def test_head_equals_transformers(name: str, tmp_path: Path) -> None:
     model, ids = build(name), random_ids(1, TOKENS)
@@ -103,6 +137,9 @@ def test_head_equals_transformers(name: str, tmp_path: Path) -> None:
         outputs = drafter.run({1: Kept(start, ours[start:end], following[start:end])})
         error = (outputs[1].logits - expected[end - 1]).abs().max()
         assert error < 1e-4 * max(1.0, float(expected.std())), f"position {end - 1}"
+        # Drafts, which are all rejected.
+        for position in (end, end + 1):
+            outputs = drafter.run({1: Kept(position, outputs[1].hidden[None], [7])})
         start = end
 
 

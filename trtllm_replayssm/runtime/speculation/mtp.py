@@ -18,9 +18,10 @@ from trtllm_replayssm.runtime.speculation.drawing import Drawing
 class MtpDrafter(Drafter):
     """Runs the head of the session's decoder.
 
-    At position p the head reads the decoder's hidden state there and the token at p + 1; its KV caches are pools of the
-    session with a row for each position, so they are preempted with it, and rejected drafts are overwritten. For a second
-    draft and more, where the decoder has not been, the head's own output takes the place of the hidden state.
+    At position p the head reads the decoder's hidden state there and the token at p + 1; its caches, and the rings of its
+    indexers, are pools of the session that are addressed by position, so they are preempted with it, and rejected drafts are
+    overwritten. For a second draft and more, where the decoder has not been, the head's own output takes the place of the
+    hidden state.
     """
 
     def __init__(self, session: Session) -> None:
@@ -30,7 +31,7 @@ class MtpDrafter(Drafter):
             raise UserError(
                 "the engine has no multi-token prediction head", "use speculative_decoding_mode ngram or draft_model"
             )
-        if any(pool.kind != "kv" for name, pool in layout.items() if name.startswith("mtp.")):
+        if any(pool.kind == "state" for name, pool in layout.items() if name.startswith("mtp.")):
             raise UserError(
                 "the multi-token prediction head has recurrent layers, which cannot draft",
                 "use speculative_decoding_mode ngram or draft_model",
