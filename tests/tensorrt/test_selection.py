@@ -50,7 +50,7 @@ DECODERS = {
         HIDDEN,
         1e-5,
         (
-            replace(POOLED, indexer=None),
+            POOLED,
             Mlp(24, "situ", (0.4, 0.3)),
             Mlp(16, "swiglu"),
             Mlp(8, "relu2"),
