@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from synthetic import spoiled
 from test_family_preemption import go_on
 from test_parity import ROWS, absorb, case, every_model, spoiled_session
-from synthetic import spoiled
 
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 
