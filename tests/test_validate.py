@@ -80,8 +80,7 @@ def test_models_can_be_read_without_transformers(name: str) -> None:
 def test_the_command_names_every_model_and_check() -> None:
     assert tuple(MODELS) == FAMILY_CHOICES
     assert tuple(CHECKS) == CHECK_CHOICES
-    # transformers has no class for it to be held against.
-    assert set(families_without_model()) <= {"KimiK3ForConditionalGeneration"}
+    assert families_without_model() == []
 
 
 def test_families_that_are_not_checked_are_named(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: As in validation.catalogue and validation.checks, which take long to import.
 FAMILY_CHOICES = (
     *("nemotron_h", "qwen3_next", "kimi_linear", "mamba2", "qwen3_5", "bailing_hybrid", "state_spaces", "granite"),
-    *("falcon_h1", "bamba", "olmo_hybrid", "lara_mini", "qwen4_exp", "glm5_next"),
+    *("falcon_h1", "bamba", "olmo_hybrid", "lara_mini", "qwen4_exp", "glm5_next", "kimi_k3"),
 )
 CHECK_CHOICES = (
     *("transformers", "embedded", "generate", "chunks", "rollback"),
