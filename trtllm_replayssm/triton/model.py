@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -68,9 +69,9 @@ class TritonPythonModel:
             lambda: self.metrics.export(self.meters),
             options.cancellation_check_period_ms / 1e3,
         )
-        #: Running requests by the id that their client gave them, and the other way round.
+        #: Running requests by the id that their client gave them; ``execute`` and the delivery thread both change it.
         self.named: dict[str, set[RequestId]] = {}
-        self.client_ids: dict[RequestId, str] = {}
+        self.lock = Lock()
         self.ids = count()
         self.stepping.start()
         self.delivery.start()
@@ -96,33 +97,36 @@ class TritonPythonModel:
         """Start what a request asks for. Raises UserError when it cannot be."""
         arrays, client_id = input_arrays(request), request.request_id()
         if asks_to_stop(arrays):
-            for request_id in tuple(self.named.get(client_id, ())) if client_id else ():
+            with self.lock:
+                same = tuple(self.named.get(client_id, ()))
+            for request_id in same:
                 self.stepping.cancel(request_id)
             channel.finish()
             return
         ask = read_ask(arrays, self.options.exclude_input_in_output, lambda ids: self.llm.tokenizer.decode(ids, False))
         made = self.llm.request(next(self.ids), ask.text, ask.token_ids, ask.params)
-        check_request(self.llm.engine, made)
         check_room(self.llm.engine.config.max_seq_len, len(made.prompt), ask.params.max_tokens)
+        check_request(self.llm.engine, made)
         if client_id:
-            self.client_ids[made.request_id] = client_id
-            self.named.setdefault(client_id, set()).add(made.request_id)
-        self.delivery.add(Reply(ask, made, self.metrics.arrived(made.request_id)), channel)
+            with self.lock:
+                self.named.setdefault(client_id, set()).add(made.request_id)
+        self.delivery.add(Reply(ask, made, self.metrics.arrived(made.request_id), client_id), channel)
         self.stepping.submit(made, self.delivery.put)
 
     def finished(self, reply: Reply, update: Update) -> None:
         """Forget a request that has ended."""
-        request_id = reply.request.request_id
         self.metrics.finished(reply.request, update)
-        if (client_id := self.client_ids.pop(request_id, None)) is not None:
-            same = self.named[client_id]
-            same.discard(request_id)
+        if not reply.client_id:
+            return
+        with self.lock:
+            same = self.named[reply.client_id]
+            same.discard(reply.request.request_id)
             if not same:
-                del self.named[client_id]
+                del self.named[reply.client_id]
 
     def lost_rank(self, error: Exception) -> None:
-        """Another rank is gone, and with it the engine: tell the clients, and end, for Triton to start the model again."""
-        LOGGER.error("%s; the model starts again", error)
+        """Another rank is gone, and with it the engine: tell the clients, and end. ``serve`` starts everything again."""
+        LOGGER.error("%s; the model ends", error)
         if self.serving:
             self.delivery.fail_all(error)
         os._exit(EXIT_LOST)

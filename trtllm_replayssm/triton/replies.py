@@ -33,11 +33,12 @@ class Times:
 class Reply:
     """Everything between a request and its responses.
 
-    A streaming request gets its new tokens with each response, another one gets all of them at the end.
+    A streaming request gets its new tokens with each response, another one gets all of them at the end. client_id: what the
+    client calls the request; may be empty.
     """
 
-    def __init__(self, ask: Ask, request: Request, times: Times) -> None:
-        self.ask, self.request, self.times = ask, request, times
+    def __init__(self, ask: Ask, request: Request, times: Times, client_id: str = "") -> None:
+        self.ask, self.request, self.times, self.client_id = ask, request, times, client_id
         self.sent, self.cumulative = 0, 0.0
 
     def tensors(self, updates: Iterable[Update]) -> Tensors | None:
