@@ -219,6 +219,24 @@ RECIPES = {
         ),
         "72 MXFP4",
     ),
+    # As published: at the level of the text model, and by classes, which other linear layers than those excluded have, too.
+    "kimi-k3 mxfp4": Recipe(
+        "kimi_k3",
+        [(r"\.experts\.", q.mxfp4), ("", None)],
+        lambda modules: {
+            "config.json": {
+                "text_config": compressed(
+                    {"targets": ["Linear"], "weights": MX4 | {"scale_dtype": "torch.uint8", "observer": "minmax"}},
+                    format="mxfp4-pack-quantized",
+                    ignore=[
+                        *("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"),
+                        *("re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*"),
+                    ],
+                )["config.json"]
+            }
+        },
+        "96 MXFP4",
+    ),
     # Exclusions by the ends of names: b_proj is not kv_b_proj.
     "ling fp8": Recipe(
         "bailing_hybrid",
@@ -318,6 +336,20 @@ def test_logits_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     model.load_state_dict(inside)
     assert sum(not torch.equal(before[n], t) for n, t in inside.items()) > 10
+    check_logits(model, packed, tmp_path)
+
+
+def test_logits_of_kimi_k3_with_dequantised_experts(tmp_path: Path) -> None:
+    packed, plain = folders(RECIPES["kimi-k3 mxfp4"], tmp_path)
+    model, dequantised = build("kimi_k3"), read_folder(plain)[1]
+    changed = {n for n, t in model.tensors.items() if not torch.equal(t, dequantised[n])}
+    assert changed == {n for n in model.tensors if ".experts." in n}
+    model.tensors |= {n: dequantised[n] for n in model.tensors}
+    check_logits(model, packed, tmp_path)
+
+
+def check_logits(model: Any, packed: Path, tmp_path: Path) -> None:
+    """The engine of a quantised checkpoint against a model with the dequantised weights."""
     convert(packed, tmp_path / "checkpoint", dtype="float32", warn=lambda message: None)
     build_engine(
         tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_batch_size=2, max_seq_len=16, max_num_tokens=64)
