@@ -46,3 +46,13 @@ __device__ __forceinline__ void stream_to_shared(void* to, const void* from, u32
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
+// Brings memory into the L2 cache. Address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bulk(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// What the block has stored to global memory, to the copy engine; for all threads of the block.
+__device__ __forceinline__ void publish_stores() {
+    __threadfence_block();
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncthreads();
+}

@@ -98,17 +98,3 @@ __device__ __forceinline__ void store_padded(float* row, int lane, const float (
 #pragma unroll
     for (int i = 0; i < LANE_COLS; i += VEC) store_vector<VEC>(row + lane_column(lane, i), from + i);
 }
-
-// The whole step of a row, given how a tile of its state takes entries [from, to) of the sequence.
-template <typename Tile>
-__device__ __forceinline__ void run_step(const Work& w, Tile& tile) {
-    const int all = w.row.history() + w.row.tokens;
-    const int fold = w.row.fold_entries();  // entries after which the checkpoint is written; none: 0
-    tile.load_state();
-#pragma unroll 1
-    for (int from = 0, to; from < all; from = to) {
-        to = from < fold ? fold : all;
-        tile.take(from, to);
-        if (to == fold) tile.store_state();
-    }
-}

@@ -6,7 +6,8 @@
 //
 // and finally o += S0 x, where S0 is the checkpoint: one product with the state per token, raw inputs alone in the ring,
 // one formula for scalar and per-channel decays, and no exponent above zero. The x and c do not depend on S0, so the
-// state's tiles are requested first and arrive while the warps work out the x of their tokens (one token a warp).
+// state's tiles are requested first and arrive while the warps work out the x of their tokens, one of a head at a time. A
+// block may have several heads, whose chains run side by side, so that more of the state stands behind each wait for them.
 #pragma once
 #include "async_copy.cuh"
 #include "bulk_copy.cuh"
@@ -15,7 +16,11 @@
 constexpr int READ_TOKENS = TOKENS > 0 ? TOKENS : 1;
 // advance folds when history + T > WINDOW, and a variant serves more than TOKENS / 2 tokens; longer histories are folded.
 constexpr int READ_HISTORY = WINDOW - READ_TOKENS / 2 - 1 > 0 ? WINDOW - READ_TOKENS / 2 - 1 : 1;
-constexpr int CHAINS = (READ_TOKENS + WARPS - 1) / WARPS;  // tokens of a warp
+constexpr int HEADS = HEADS_A_BLOCK;
+constexpr int KEYS = HEADS > HEADS_PER_KEY ? HEADS / HEADS_PER_KEY : 1;  // key heads of the block
+constexpr int HEAD_WARPS = WARPS / HEADS;                                 // warps for the chains of a head
+constexpr int CHAINS = (READ_TOKENS + HEAD_WARPS - 1) / HEAD_WARPS;       // tokens of a warp
+static_assert(WARPS % HEADS == 0 && (HEADS_PER_KEY % HEADS == 0 || HEADS % HEADS_PER_KEY == 0), "heads of a block");
 // Entries that a chain takes at once: ring rows, the step's tokens.
 constexpr int CHAIN_BLOCK = 4, TOKEN_BLOCK = READ_TOKENS < 4 ? READ_TOKENS : 4;
 constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
@@ -23,16 +28,16 @@ constexpr int STAGES = 2;
 
 // Everything but the state's tiles.
 struct ReadInputs {
-    RING_K ring_k[READ_HISTORY][KEY_DIM];
-    RING ring_v[READ_HISTORY][SLICE];
-    ACT k[READ_TOKENS][KEY_DIM];
-    ACT v[READ_TOKENS][SLICE];
-    float ring_g[READ_HISTORY][PER_CHANNEL ? KEY_DIM : 4];
-    float g[READ_TOKENS][PER_CHANNEL ? KEY_DIM : 4];
-    float x[READ_TOKENS][KEY_PADDED];
-    float c[READ_TOKENS][READ_HISTORY + READ_TOKENS];  // history, then tokens
-    float o[READ_TOKENS][SLICE];
-    float ring_beta[READ_HISTORY], beta[READ_TOKENS];
+    RING_K ring_k[KEYS][READ_HISTORY][KEY_DIM];
+    RING ring_v[HEADS][READ_HISTORY][SLICE];
+    ACT k[KEYS][READ_TOKENS][KEY_DIM];
+    ACT v[HEADS][READ_TOKENS][SLICE];
+    float ring_g[HEADS][READ_HISTORY][PER_CHANNEL ? KEY_DIM : 4];
+    float g[HEADS][READ_TOKENS][PER_CHANNEL ? KEY_DIM : 4];
+    float x[HEADS][READ_TOKENS][KEY_PADDED];
+    float c[HEADS][READ_TOKENS][READ_HISTORY + READ_TOKENS];  // history, then tokens
+    float o[HEADS][READ_TOKENS][SLICE];
+    float ring_beta[HEADS][READ_HISTORY], beta[HEADS][READ_TOKENS];
     u64 tile_ready[WARPS][STAGES];
 };
 
@@ -47,14 +52,14 @@ constexpr int tile_rows(int rows) {
 }
 constexpr bool TILES_FIT = tile_rows(32) > 0;
 constexpr int TILE_ROWS = TILES_FIT ? tile_rows(32) : 1;
-constexpr int TILES = WARP_ROWS / TILE_ROWS;
+constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool HAS_BULK_COPY = true;
 #else
 constexpr bool HAS_BULK_COPY = false;
 #endif
-constexpr bool READS = HAS_BULK_COPY && TOKENS > 0 && WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
+constexpr bool READS = HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
 
 struct ReadShared {
     alignas(128) STATE tiles[WARPS][STAGES][TILE_ROWS][KEY_DIM];
@@ -78,7 +83,7 @@ struct Read {
         u64* barrier = &in.tile_ready[warp][tile % STAGES];
         constexpr u32 BYTES = TILE_ROWS * ROW_BYTES;
         expect_bytes(barrier, BYTES);
-        const STATE* from = t.state + w.state_at(warp * WARP_ROWS + tile * TILE_ROWS);
+        const STATE* from = t.state + w.of_head(tile / HEAD_TILES).state_at(warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS);
         stream_to_shared(shared.tiles[warp][tile % STAGES], from, BYTES, barrier);
     }
 
@@ -90,13 +95,23 @@ struct Read {
         }
         for (int j = warp; j < history + tokens; j += WARPS) {
             const int token = j - history, row = w.history_row(j);
-            if (j < history) {
-                request_row<KEY_DIM>(in.ring_k[j], t.ring_k + w.ring_k_at(row));
-                request_row<SLICE>(in.ring_v[j], t.ring_v + w.ring_v_at(row));
-                if constexpr (PER_CHANNEL) request_row<KEY_DIM>(in.ring_g[j], t.ring_g + w.ring_g_at(row));
-            } else {
-                request_row<KEY_DIM>(in.k[token], w.k(token));
-                request_row<SLICE>(in.v[token], w.v(token));
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n) {
+                const Work head = w.of_head(n * (HEADS / KEYS));
+                if (j < history)
+                    request_row<KEY_DIM>(in.ring_k[n][j], t.ring_k + head.ring_k_at(row));
+                else
+                    request_row<KEY_DIM>(in.k[n][token], head.k(token));
+            }
+#pragma unroll
+            for (int n = 0; n < HEADS; ++n) {
+                const Work head = w.of_head(n);
+                if (j < history) {
+                    request_row<SLICE>(in.ring_v[n][j], t.ring_v + head.ring_v_at(row));
+                    if constexpr (PER_CHANNEL) request_row<KEY_DIM>(in.ring_g[n][j], t.ring_g + head.ring_g_at(row));
+                } else {
+                    request_row<SLICE>(in.v[n][token], head.v(token));
+                }
             }
         }
         if (lane == 0 && w.row.folded > 0)
@@ -109,28 +124,34 @@ struct Read {
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
     __device__ void load_gates() {
-        for (int j = threadIdx.x; j < history; j += THREADS) {
-            const int row = w.history_row(j);
-            in.ring_beta[j] = t.ring_beta[w.ring_beta_at(row)];
-            if constexpr (!PER_CHANNEL) in.ring_g[j][0] = t.ring_g[w.ring_g_at(row)];
+        for (int m = threadIdx.x; m < HEADS * history; m += THREADS) {
+            const int n = m % HEADS, j = m / HEADS, row = w.history_row(j);
+            const Work head = w.of_head(n);
+            in.ring_beta[n][j] = t.ring_beta[head.ring_beta_at(row)];
+            if constexpr (!PER_CHANNEL) in.ring_g[n][j][0] = t.ring_g[head.ring_g_at(row)];
         }
-        for (int i = threadIdx.x; i < tokens; i += THREADS) {
-            const float beta = w.beta(w.beta_logit(i));
-            in.beta[i] = beta;
-            if (w.leads_head()) t.ring_beta_out[w.ring_beta_at(w.append_row(i))] = beta;
+        for (int m = threadIdx.x; m < HEADS * tokens; m += THREADS) {
+            const int n = m % HEADS, i = m / HEADS;
+            const Work head = w.of_head(n);
+            const float beta = head.beta(head.beta_logit(i));
+            in.beta[n][i] = beta;
+            if (head.leads_head()) t.ring_beta_out[head.ring_beta_at(w.append_row(i))] = beta;
         }
         constexpr int CHANNELS_A_TOKEN = PER_CHANNEL ? KEY_DIM : 1;
-        for (int n = threadIdx.x; n < tokens * CHANNELS_A_TOKEN; n += THREADS) {
-            const int i = n / CHANNELS_A_TOKEN, channel = n % CHANNELS_A_TOKEN;
-            const float g = w.log_decay(w.decay_logit(i, channel), channel);
-            in.g[i][channel] = g;
-            if (w.leads_head()) t.ring_g_out[w.ring_g_at(w.append_row(i)) + channel] = g;
+        for (int m = threadIdx.x; m < HEADS * tokens * CHANNELS_A_TOKEN; m += THREADS) {
+            const int channel = m % CHANNELS_A_TOKEN, n = m / CHANNELS_A_TOKEN % HEADS, i = m / (CHANNELS_A_TOKEN * HEADS);
+            const Work head = w.of_head(n);
+            const float g = head.log_decay(head.decay_logit(i, channel), channel);
+            in.g[n][i][channel] = g;
+            if (head.leads_head()) t.ring_g_out[head.ring_g_at(w.append_row(i)) + channel] = g;
         }
     }
 
     // ---- the adjoint chains --------------------------------------------------------------------------------------------
 
-    __device__ int chain_token(int chain) const { return warp + chain * WARPS; }
+    // Head of the warp's chains, and their tokens.
+    __device__ int chain_head() const { return warp % HEADS; }
+    __device__ int chain_token(int chain) const { return warp / HEADS + chain * HEAD_WARPS; }
 
     // BLOCK entries back, for those of the warp's tokens that are not older. Entry m of the block is older than entry m - 1.
     // With D_nm the decays of entries n ... m - 1 (channel by channel),
@@ -144,7 +165,7 @@ struct Read {
     __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const T* keys, const float* log_decays, const float* betas,
                               int newest, int entry, int live) {
         constexpr int PAIRS_OF_KEYS = BLOCK * (BLOCK + 1) / 2;
-        constexpr int COLUMNS = sizeof(in.g[0]) / sizeof(float);
+        constexpr int COLUMNS = sizeof(in.g[0][0]) / sizeof(float);
         float k[BLOCK][LANE_COLS], decay[BLOCK][LANE_COLS];
 #pragma unroll
         for (int m = 0; m < BLOCK; ++m) {
@@ -217,7 +238,7 @@ struct Read {
                 for (int n = 0; n < m; ++n) sum = fmaf(-along[n], sums[m * (m + 1) / 2 + n], sum);
                 const float c = newest - m <= token ? beta[m] * sum : 0.0f;
                 along[m] = c * norm[m];
-                if (lane == 0 && m < live) in.c[token][entry - m] = c;
+                if (lane == 0 && m < live) in.c[chain_head()][token][entry - m] = c;
             }
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
@@ -234,7 +255,7 @@ struct Read {
         for (int chain = 0; chain < CHAINS; ++chain) {
             const int token = chain_token(chain);
             if (token < tokens) {
-                load_columns(w.q(token), lane, x[chain]);
+                load_columns(w.of_head(chain_head()).q(token), lane, x[chain]);
             } else {
 #pragma unroll
                 for (int i = 0; i < LANE_COLS; ++i) x[chain][i] = 0.0f;
@@ -254,15 +275,16 @@ struct Read {
             for (int i = 0; i < LANE_COLS; ++i) x[chain][i] *= scale;
         }
         const int last = min(tokens - 1, chain_token(CHAINS - 1));  // entries behind it concern none of the warp's tokens
+        const int n = chain_head(), key = n / (HEADS / KEYS);
 #pragma unroll 1
         for (int i = last; i >= 0; i -= TOKEN_BLOCK)
-            step_back<TOKEN_BLOCK>(x, in.k[i], in.g[i], &in.beta[i], i, history + i, i + 1);
+            step_back<TOKEN_BLOCK>(x, in.k[key][i], in.g[n][i], &in.beta[n][i], i, history + i, i + 1);
 #pragma unroll 1
         for (int j = history - 1; j >= 0; j -= CHAIN_BLOCK)
-            step_back<CHAIN_BLOCK>(x, in.ring_k[j], in.ring_g[j], &in.ring_beta[j], -1, j, j + 1);
+            step_back<CHAIN_BLOCK>(x, in.ring_k[key][j], in.ring_g[n][j], &in.ring_beta[n][j], -1, j, j + 1);
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain)
-            if (chain_token(chain) < tokens) store_columns(in.x[chain_token(chain)], lane, x[chain]);
+            if (chain_token(chain) < tokens) store_columns(in.x[n][chain_token(chain)], lane, x[chain]);
     }
 
     // ---- the product with the checkpoint -------------------------------------------------------------------------------
@@ -272,12 +294,13 @@ struct Read {
     static constexpr int GROUPS = READ_TOKENS / GROUP;
     static constexpr int ROWS = TILE_ROWS * GROUP <= 32 ? TILE_ROWS : 32 / GROUP > 0 ? 32 / GROUP : 1;
 
-    __device__ void load_x(float (&x)[GROUP][LANE_COLS], int group) const {
+    __device__ void load_x(float (&x)[GROUP][LANE_COLS], int n, int group) const {
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) load_columns(in.x[group * GROUP + i], lane, x[i]);
+        for (int i = 0; i < GROUP; ++i) load_columns(in.x[n][group * GROUP + i], lane, x[i]);
     }
 
-    __device__ void multiply(const STATE (*tile)[KEY_DIM], const float (&x)[GROUP][LANE_COLS], int first_row, int group) {
+    // Products of ROWS rows of a tile with the x of a group of tokens, to their rows of o.
+    __device__ void multiply(const STATE (*tile)[KEY_DIM], const float (&x)[GROUP][LANE_COLS], float (*o)[SLICE]) const {
         constexpr int SUMS = ROWS * GROUP;
         float sums[SUMS];
 #pragma unroll
@@ -292,22 +315,25 @@ struct Read {
 #pragma unroll
             for (int n = 0; n < KEPT<32, SUMS>; ++n) {
                 const int at = first_kept<32, SUMS>(lane) + n;
-                in.o[group * GROUP + at % GROUP][first_row + at / GROUP] = sums[n];
+                o[at % GROUP][at / GROUP] = sums[n];
             }
         }
     }
 
     __device__ void read_state() {
         float x[GROUP][LANE_COLS];
-        if constexpr (GROUPS == 1) load_x(x, 0);
+#pragma unroll 1
         for (int tile = 0; tile < TILES; ++tile) {
+            const int n = tile / HEAD_TILES, first_row = warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS;
+            if (GROUPS == 1 && tile % HEAD_TILES == 0) load_x(x, n, 0);
             wait_barrier(&in.tile_ready[warp][tile % STAGES], tile / STAGES % 2);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                if constexpr (GROUPS > 1) load_x(x, group);
+                if constexpr (GROUPS > 1) load_x(x, n, group);
 #pragma unroll
                 for (int r = 0; r < TILE_ROWS; r += ROWS)
-                    multiply(shared.tiles[warp][tile % STAGES] + r, x, warp * WARP_ROWS + tile * TILE_ROWS + r, group);
+                    multiply(shared.tiles[warp][tile % STAGES] + r, x,
+                             reinterpret_cast<float(*)[SLICE]>(&in.o[n][group * GROUP][first_row + r]));
             }
             __syncwarp();
             if (lane == 0 && tile + STAGES < TILES) request_tile(tile + STAGES);
@@ -316,37 +342,42 @@ struct Read {
 
     // ---- what does not depend on the checkpoint ------------------------------------------------------------------------
 
-    // o += sum_j c_j v_j for the warp's value rows, a lane each; appends the step's v.
-    __device__ void finish() {
+    // o += sum_j c_j v_j for the warp's value rows of head n, a lane each; appends the step's v.
+    __device__ void finish(int n) {
+        const Work head = w.of_head(n);
         for (int r = lane; r < WARP_ROWS; r += 32) {
             const int row = warp * WARP_ROWS + r;
             float o[READ_TOKENS];
 #pragma unroll
-            for (int i = 0; i < READ_TOKENS; ++i) o[i] = w.row.folded > 0 && i < tokens ? in.o[i][row] : 0.0f;
+            for (int i = 0; i < READ_TOKENS; ++i) o[i] = w.row.folded > 0 && i < tokens ? in.o[n][i][row] : 0.0f;
             for (int j = 0; j < history; ++j) {
-                const float v = to_float(in.ring_v[j][row]);
+                const float v = to_float(in.ring_v[n][j][row]);
 #pragma unroll
                 for (int i = 0; i < READ_TOKENS; ++i)
-                    if (i < tokens) o[i] = fmaf(in.c[i][j], v, o[i]);
+                    if (i < tokens) o[i] = fmaf(in.c[n][i][j], v, o[i]);
             }
             for (int j = 0; j < tokens; ++j) {
-                const float v = to_float(in.v[j][row]);
-                t.ring_v_out[w.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
+                const float v = to_float(in.v[n][j][row]);
+                t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
 #pragma unroll
                 for (int i = 0; i < READ_TOKENS; ++i)
-                    if (i >= j && i < tokens) o[i] = fmaf(in.c[i][history + j], v, o[i]);
+                    if (i >= j && i < tokens) o[i] = fmaf(in.c[n][i][history + j], v, o[i]);
             }
 #pragma unroll
             for (int i = 0; i < READ_TOKENS; ++i)
-                if (i < tokens) w.o(i)[row] = from_float<ACT>(o[i]);
+                if (i < tokens) head.o(i)[row] = from_float<ACT>(o[i]);
         }
     }
 
     __device__ void append_keys() {
-        if (!w.leads_key_head()) return;
-        for (int n = threadIdx.x; n < tokens * KEY_DIM; n += THREADS) {
-            const int i = n / KEY_DIM, column = n % KEY_DIM;
-            t.ring_k_out[w.ring_k_at(w.append_row(i)) + column] = from_float<RING_K>(to_float(in.k[i][column]));
+#pragma unroll
+        for (int key = 0; key < KEYS; ++key) {
+            const Work head = w.of_head(key * (HEADS / KEYS));
+            if (!head.leads_key_head()) continue;
+            for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
+                const int i = m / KEY_DIM, column = m % KEY_DIM;
+                t.ring_k_out[head.ring_k_at(w.append_row(i)) + column] = from_float<RING_K>(to_float(in.k[key][i][column]));
+            }
         }
     }
 };
@@ -359,10 +390,11 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     read.load_gates();
     wait_copies();
     __syncthreads();  // ring rows, gates and barriers
-    if (read.warp < read.tokens) read.run_chains(x);
+    if (read.chain_token(0) < read.tokens) read.run_chains(x);
     __syncthreads();  // x and c
     if (w.row.folded > 0) read.read_state();
     __syncwarp();  // o
     read.append_keys();
-    read.finish();
+#pragma unroll 1
+    for (int n = 0; n < HEADS; ++n) read.finish(n);
 }

@@ -2,13 +2,14 @@
 //
 //     S = S diag(exp g),  u = beta (v - S k),  S = S + u k^T,  o = S q
 //
-// Serves shapes that delta_chunk.cuh does not, and rings that hold u, which it adds up.
+// The ordinary recurrence: a token that is folded alone, as every token is with a window of 1. It also serves shapes that
+// delta_chunk.cuh does not, and rings that hold u, which it adds up.
 #pragma once
 #include "delta_inputs.cuh"
 
 constexpr int LANES = 8;                  // lanes that share a state row
 constexpr int COLS = KEY_PADDED / LANES;  // key columns of a thread: 4 (l + 8 m) + 0 ... 3
-constexpr int STAGED = 8;                 // entries that are staged at a time
+constexpr int TOGETHER = 8;               // entries that are staged at a time
 
 // State rows of a thread: at most 64 values in registers, and no more rows than the slice fills.
 constexpr int thread_rows(int rows) {
@@ -18,10 +19,10 @@ constexpr int THREAD_ROWS = thread_rows(4);
 constexpr int RECURRENT_ROWS = THREADS / LANES * THREAD_ROWS;  // state rows of the block's tile
 
 struct RecurrentShared {
-    float k[STAGED][KEY_PADDED], q[STAGED][KEY_PADDED];
-    float decay[STAGED][PER_CHANNEL ? KEY_PADDED : 4];
-    float v[STAGED][RECURRENT_ROWS], o[STAGED][RECURRENT_ROWS];
-    float beta[STAGED];
+    float k[TOGETHER][KEY_PADDED], q[TOGETHER][KEY_PADDED];
+    float decay[TOGETHER][PER_CHANNEL ? KEY_PADDED : 4];
+    float v[TOGETHER][RECURRENT_ROWS], o[TOGETHER][RECURRENT_ROWS];
+    float beta[TOGETHER];
 };
 
 struct RecurrentTile {
@@ -37,20 +38,38 @@ struct RecurrentTile {
     __device__ void load_state() {
         const STATE* from = w.t.state + w.state_at(first + row());
 #pragma unroll
-        for (int r = 0; r < THREAD_ROWS; ++r)
+        for (int r = 0; r < THREAD_ROWS; ++r) {
+            const bool live = w.row.folded > 0 && exists(row() + r);
 #pragma unroll
-            for (int i = 0; i < COLS; ++i) {
-                const bool live = w.row.folded > 0 && exists(row() + r) && column(i) < KEY_DIM;
-                S[r][i] = live ? to_float(from[r * KEY_DIM + column(i)]) : 0.0f;
+            for (int i = 0; i < COLS; i += 4) {
+                if constexpr (WIDE) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) S[r][i + e] = 0.0f;
+                    if (live) load_vector<4>(from + r * KEY_DIM + column(i), &S[r][i]);
+                } else {
+#pragma unroll
+                    for (int e = i; e < i + 4; ++e)
+                        S[r][e] = live && column(e) < KEY_DIM ? to_float(from[r * KEY_DIM + column(e)]) : 0.0f;
+                }
             }
+        }
     }
     __device__ void store_state() const {
         STATE* to = w.t.state_out + w.state_at(first + row());
 #pragma unroll
-        for (int r = 0; r < THREAD_ROWS; ++r)
+        for (int r = 0; r < THREAD_ROWS; ++r) {
+            if (!exists(row() + r)) continue;
 #pragma unroll
-            for (int i = 0; i < COLS; ++i)
-                if (exists(row() + r) && column(i) < KEY_DIM) to[r * KEY_DIM + column(i)] = from_float<STATE>(S[r][i]);
+            for (int i = 0; i < COLS; i += 4) {
+                if constexpr (WIDE) {
+                    store_vector<4>(to + r * KEY_DIM + column(i), &S[r][i]);
+                } else {
+#pragma unroll
+                    for (int e = i; e < i + 4; ++e)
+                        if (column(e) < KEY_DIM) to[r * KEY_DIM + column(e)] = from_float<STATE>(S[r][e]);
+                }
+            }
+        }
     }
 
     __device__ void stage(int from, int count) {
@@ -118,10 +137,10 @@ struct RecurrentTile {
             shared.o[at][row() + first_kept<LANES, THREAD_ROWS>(threadIdx.x)] = sums[0];
     }
 
-    __device__ void take(int from, int to) {
+    __device__ void take(int all) {
 #pragma unroll 1
-        for (; from < to; from += STAGED) {
-            const int count = min(STAGED, to - from), history = w.row.history();
+        for (int from = 0; from < all; from += TOGETHER) {
+            const int count = min(TOGETHER, all - from), history = w.row.history();
             __syncthreads();
             stage(from, count);
             __syncthreads();
@@ -134,12 +153,18 @@ struct RecurrentTile {
             }
         }
     }
+
+    __device__ void run() {
+        load_state();
+        take(w.row.history() + w.row.tokens);
+        if (w.row.folds()) store_state();
+    }
 };
 
 __device__ __forceinline__ void recurrent_step(const Work& w, RecurrentShared& shared) {
 #pragma unroll 1
     for (int first = 0; first < SLICE; first += RECURRENT_ROWS) {
         RecurrentTile tile{w, shared, first};
-        run_step(w, tile);
+        tile.run();
     }
 }

@@ -1,8 +1,8 @@
 // Shapes of the delta-rule kernels, from the macros of the including .cu file, and the tensors of one launch.
 //
 // Macros: ACT, STATE, RING (element types), KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WINDOW, RING_ROWS,
-// TOKENS (most tokens that the read-out serves: 1, 2, 4, 8 or 16; 0 compiles the fold alone), SPLIT (blocks that share a
-// head's value rows), DERIVED (the ring's v row holds u), ALIGNED (rows of every tensor start on 16 bytes),
+// TOKENS (most tokens that the read-out serves: 1, 2, 4, 8 or 16; 0 compiles the fold alone), HEADS_A_BLOCK (value heads of
+// a block), SPLIT (blocks that share a head's value rows; 1 where a block has several heads), DERIVED (the ring's v row holds u), ALIGNED (rows of every tensor start on 16 bytes),
 // PER_CHANNEL (kda: one decay per key channel), BETA_SCALE, LOWER_BOUND (kda: 0 for the softplus gate).
 #pragma once
 #include "scalars.cuh"
@@ -49,20 +49,20 @@ __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
 }
-__device__ __forceinline__ i64 opaque(i64 value) {
-    asm volatile("" : "+l"(value));
-    return value;
-}
 
-// What one block works on: value rows [first_row, first_row + SLICE) of one value head of one batch row.
+// What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.
 struct Work {
     const Tensors& t;
     Row row;
+    int n;  // which of the block's heads
+
+    // The same for the block's head n.
+    __device__ Work of_head(int n) const { return {t, row, n}; }
 
     __device__ int batch() const { return blockIdx.y; }
-    __device__ int head() const { return opaque(int(blockIdx.x / SPLIT)); }
-    __device__ i64 slot() const { return opaque(row.slot); }
+    __device__ int head() const { return opaque(int(blockIdx.x)) / SPLIT * HEADS_A_BLOCK + n; }
+    __device__ i64 slot() const { return opaque(int(row.slot)); }
     __device__ int key_head() const { return head() / HEADS_PER_KEY; }
     __device__ int first_row() const { return blockIdx.x % SPLIT * SLICE; }
     __device__ bool leads_head() const { return first_row() == 0; }
@@ -96,16 +96,23 @@ struct Work {
     __device__ float beta_logit(int i) const { return to_float(t.beta[token(i) * t.beta_stride + head()]); }
 
     // The log decay g, of key channel `channel` where decays are per channel, and beta.
-    __device__ float log_decay(float logit, int channel) const {
-        const float rate = expf(t.A_log[head()]), biased = logit + t.dt_bias[gate_at(channel)];
+    __device__ float decay_rate() const { return expf(t.A_log[head()]); }
+    __device__ static float log_decay(float rate, float biased) {
         return LOWER_BOUND == 0.0f ? -rate * softplus(biased) : LOWER_BOUND * sigmoid(rate * biased);
+    }
+    __device__ float log_decay(float logit, int channel) const {
+        return log_decay(decay_rate(), logit + t.dt_bias[gate_at(channel)]);
     }
     __device__ float beta(float logit) const { return BETA_SCALE * sigmoid(logit); }
 };
 
-// The zeros that the contract promises for padding tokens (all of them in a padding row).
-__device__ __forceinline__ void zero_padding(const Work& w, int valid) {
-    const int rows = min(SLICE, VALUE_DIM - w.first_row());
-    for (int at = valid * rows + threadIdx.x; at < w.t.tokens * rows; at += THREADS)
-        w.o(at / rows)[at % rows] = from_float<ACT>(0.0f);
+// The zeros that the contract promises for padding tokens (all of them in a padding row), of all heads of the block.
+__device__ __forceinline__ void zero_padding(const Work& first, int valid) {
+    const int rows = min(SLICE, VALUE_DIM - first.first_row());
+#pragma unroll 1
+    for (int n = 0; n < HEADS_A_BLOCK; ++n) {
+        const Work w = first.of_head(n);
+        for (int at = valid * rows + threadIdx.x; at < w.t.tokens * rows; at += THREADS)
+            w.o(at / rows)[at % rows] = from_float<ACT>(0.0f);
+    }
 }

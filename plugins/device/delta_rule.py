@@ -1,8 +1,8 @@
 """Kernel variants and launches that ``gated_delta`` and ``kda`` share.
 
-A block works on one value head of one batch row, or on a slice of its value rows where the batch is too small to fill the
-GPU with whole heads. Variants differ in the number of tokens they answer from checkpoint and ring (``TOKENS``); longer
-steps, and rows that fold, run through the recurrence.
+A block works on one value head of one batch row, on two where there are more than enough of them, or on a slice of one's
+value rows where the batch is too small to fill the GPU with whole heads. Variants differ in the number of tokens they
+answer from checkpoint and ring (``TOKENS``); longer steps, and rows that fold, run through the recurrence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ READ_TOKENS = (1, 2, 4, 8, 16)
 SLICE_ROWS = 16
 #: Blocks that fill the GPU: four on each of its multiprocessors, which number 132 (H100, H200) to 160 (B300).
 FULL_GRID = 512
+#: Blocks of a prefill that do: one on each.
+PREFILL_GRID = 128
+#: Entries that the kernels take at once (delta_chunk_inputs.cuh).
+CHUNK = 16
+#: Value rows that a block's warps hold at a time, 16 each.
+TILE_ROWS = 64
+#: Longest step whose inputs leave shared memory for two heads of a block.
+MOST_TOKENS_OF_TWO_HEADS = 4
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
 
@@ -55,21 +63,36 @@ def launch_record(
     """
     in_vectors = (*strides[: 1 + shape.per_channel], shape.key_dim, shape.value_dim)
     vectors = aligned and all(n * activation.itemsize % 16 == 0 for n in in_vectors)
-    split = slices(shape, rows) if vectors else 1
-    kernel = variant(shape, activation, state, ring, tokens, split, vectors)
-    return Launch(kernel, (shape.value_heads * split, rows, 1), (tokens, *strides))
+    split = slices(shape, rows, tokens) if vectors else 1
+    heads = heads_a_block(shape, rows, tokens) if vectors else 1
+    kernel = variant(shape, activation, state, ring, tokens, split, vectors, heads)
+    return Launch(kernel, (shape.value_heads // heads * split, rows, 1), (tokens, *strides))
 
 
-def slices(shape: DeltaShape, rows: int) -> int:
-    """Slices of a head's value rows, so that even a small batch fills the GPU."""
-    split = 1
+def slices(shape: DeltaShape, rows: int, tokens: int) -> int:
+    """Slices of a head's value rows, so that even a small batch fills the GPU.
+
+    A prefill's blocks are busy for long, one on each multiprocessor is enough, and its tile of the state should be all of
+    the slice.
+    """
+    prefill = tokens > READ_TOKENS[-1]
+    enough, split = PREFILL_GRID if prefill else FULL_GRID, 1
     while (
-        rows * shape.value_heads * split < FULL_GRID
+        (rows * shape.value_heads * split < enough or (prefill and shape.value_dim // split > TILE_ROWS))
         and shape.value_dim % (2 * split) == 0
         and shape.value_dim // (2 * split) % SLICE_ROWS == 0
     ):
         split *= 2
     return split
+
+
+def heads_a_block(shape: DeltaShape, rows: int, tokens: int) -> int:
+    """Value heads of a block: two that share a key head, if every multiprocessor has several such blocks."""
+    shared = shape.value_heads // shape.key_heads % 2 == 0
+    small = (
+        tokens <= MOST_TOKENS_OF_TWO_HEADS and shape.window <= CHUNK and shape.key_dim <= 128 and shape.value_dim <= 128
+    )
+    return 2 if shared and small and shape.window > 1 and rows * shape.value_heads >= 2 * FULL_GRID else 1
 
 
 def variant(
@@ -80,6 +103,7 @@ def variant(
     tokens: int,
     split: int,
     aligned: bool,
+    heads: int = 1,
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
     defines: tuple[tuple[str, str | int | float], ...] = (
@@ -93,22 +117,26 @@ def variant(
         ("WINDOW", shape.window),
         ("RING_ROWS", shape.ring_rows),
         ("TOKENS", read_tokens),
+        ("HEADS_A_BLOCK", heads),
         ("SPLIT", split),
         ("DERIVED", int(shape.derived_fold)),
         ("ALIGNED", int(aligned)),
-        ("BLOCKS_AN_SM", blocks_an_sm(shape.key_dim, read_tokens)),
+        ("BLOCKS_AN_SM", blocks_an_sm(shape, read_tokens)),
         *shape.macros,
     )
     return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
 
 
-def blocks_an_sm(key_dim: int, read_tokens: int) -> int:
+def blocks_an_sm(shape: DeltaShape, read_tokens: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers.
 
     A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
-    registers it needs; a prefill fills no GPU with blocks and wants registers.
+    registers it needs; a prefill fills no GPU with blocks and wants registers. A step of one token whose ring fits into a
+    chunk holds half of the state at a time.
     """
-    return 4 if read_tokens and key_dim <= 128 else 2
+    if not read_tokens or shape.key_dim > 128:
+        return 2
+    return 4 if read_tokens == 1 and shape.ring_rows <= CHUNK else 3
 
 
 def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -46,19 +46,26 @@ def gated_delta(
 
 
 def variants() -> list[Kernel]:
-    """Key and value heads of Qwen3.5-35B and 122B, whole heads and slices, every token range; and the other shapes."""
+    """Key and value heads of Qwen3.5-35B and 122B, two heads, one and slices of one, every token range; other shapes."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def compiled(heads, dims, state, tokens, split=1, activation=bf16):
-        rows = 16 + (tokens if 1 < tokens <= 16 else 0)
+    def compiled(heads, dims, state, tokens, split=1, activation=bf16, block_heads=1, window=16):
+        rows = window + (tokens if 1 < tokens <= 16 else 0)
         (key_heads, value_heads), (key_dim, value_dim) = heads, dims
-        shape = shape_of(GatedDeltaAttributes(key_heads, value_heads, key_dim, value_dim, 16, rows))
-        return variant(shape, activation, state, activation, tokens, split, True)
+        shape = shape_of(GatedDeltaAttributes(key_heads, value_heads, key_dim, value_dim, window, rows))
+        return variant(shape, activation, state, activation, tokens, split, True, block_heads)
 
     return [
         *(compiled((16, 32), (128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
         *(compiled((16, 32), (128, 128), fp32, t, split) for split in (2, 4, 8) for t in (1, 4, 64)),
-        *(compiled((16, 64), (128, 128), s, t) for s in (fp32, bf16) for t in (1, 4)),
+        *(
+            compiled((16, h), (128, 128), s, t, block_heads=2)
+            for h in (32, 64)
+            for s in (fp32, bf16, fp16)
+            for t in (1, 4)
+        ),
+        *(compiled((16, 32), (128, 128), s, 1, window=1) for s in (fp32, bf16)),
+        compiled((16, 32), (128, 128), fp32, 1, window=32),
         *(
             compiled((16, 32), (k, v), fp32, t)
             for k, v in ((64, 64), (96, 192), (192, 96), (256, 256))

@@ -50,15 +50,16 @@ def variants() -> list[Kernel]:
     """The heads of Kimi Linear, whole heads and slices, both gates, every token range; and the other shapes."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def compiled(dims, state, tokens, split=1, bound=None, activation=bf16):
-        rows = 16 + (tokens if 1 < tokens <= 16 else 0)
+    def compiled(dims, state, tokens, split=1, bound=None, activation=bf16, window=16):
+        rows = window + (tokens if 1 < tokens <= 16 else 0)
         key_dim, value_dim = dims
-        shape = shape_of(KdaAttributes(32, key_dim, value_dim, 16, rows, bound))
+        shape = shape_of(KdaAttributes(32, key_dim, value_dim, window, rows, bound))
         return variant(shape, activation, state, activation, tokens, split, True)
 
     return [
         *(compiled((128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
         *(compiled((128, 128), fp32, t, split, -5.0) for split in (2, 4, 8) for t in (1, 4, 64)),
+        compiled((128, 128), fp32, 1, window=1),
         *(compiled((k, v), fp32, t) for k, v in ((64, 64), (96, 192), (192, 96), (256, 256)) for t in (1, 8, 64)),
         *(compiled((128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
     ]

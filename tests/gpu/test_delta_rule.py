@@ -59,11 +59,13 @@ def make_entry(generator: torch.Generator, decay: float, name: str, shape: tuple
     return torch.randn(shape, generator=generator)
 
 
-def run_case(case: Case, tolerances: dict[str, float] | None = None) -> dict[str, float]:
+def run_case(
+    case: Case, tolerances: dict[str, float] | None = None, plans: list[harness.RowPlan] | None = None
+) -> dict[str, float]:
     attributes, (key_dim, value_dim), value_heads = case.attributes, case.dims, case.heads[1]
     key_heads = case.heads[0] if case.layer == "gated_delta" else value_heads
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
-    plans = harness.random_plans(rng, case.rows, case.tokens, case.window, attributes.ring_rows)
+    plans = plans or harness.random_plans(rng, case.rows, case.tokens, case.window, attributes.ring_rows)
     ring = case.ring or case.activation
     pools = attributes.pools(case.activation, case.state, ring)
     make = partial(make_entry, generator, case.decay)
@@ -154,3 +156,119 @@ def test_random(seed):
     draft = tokens - 1 if window >= tokens else 0
     layer, dims, state = rng.choice(LAYERS), rng.choice(DIMS), rng.choice([FP32, BF16, FP16])
     run_case(Case(layer, tokens, dims, window=window, draft=draft, state=state, seed=seed, rows=30))
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_two_heads_a_block(tokens, state):
+    """The heads of Qwen3.5-122B, with rows enough that a block takes two of them."""
+    run_case(Case("gated_delta", tokens, heads=(16, 64), draft=3 if tokens == 4 else 0, rows=20, state=state))
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_short_last_chunk(layer):
+    """Rows of 1 to 16 tokens in a launch for longer chunks, behind rings of every length."""
+    plans = [harness.RowPlan(n, 1000 + n, 1000, 1001 + 2 * n, n + 1) for n in range(16)]
+    run_case(Case(layer, 40, rows=16), plans=plans)
+
+
+class Steps:
+    """One layer's step on the GPU, from the same contents of its pools every time. Attributes: of ``case``."""
+
+    def __init__(self, case: Case, plans: list[harness.RowPlan], slots: int) -> None:
+        self.attributes, name = case.attributes, case.layer.split()[0]
+        generator = torch.Generator().manual_seed(3)
+        make = partial(make_entry, generator, case.decay)
+        described = self.attributes.pools(case.activation, case.state, case.activation)
+        self.pools = harness.to_device(harness.poisoned_pools(described, plans, slots, make))
+        value_heads, (key_dim, value_dim) = case.heads[1], case.dims
+        key_heads = case.heads[0] if name == "gated_delta" else value_heads
+        gates = value_heads * (1 if name == "gated_delta" else key_dim)
+        widths = (2 * key_heads * key_dim + value_heads * value_dim, gates, value_heads)
+        rows = len(plans)
+        inputs = [torch.randn(rows, case.tokens, n, generator=generator).to(case.activation).cuda() for n in widths]
+        weights = [torch.rand(value_heads, generator=generator).cuda(), torch.randn(gates, generator=generator).cuda()]
+        self.inputs = (*inputs, *weights, harness.step_tensor(plans).cuda())
+        self.device = {"gated_delta": device_gated_delta.gated_delta, "kda": device_kda.kda}[name]
+
+    def run(self, pools: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.device(self.attributes, *self.inputs, pools)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_repeats_and_graph_replay_are_bit_identical(layer, tokens):
+    case = Case(layer, tokens, draft=3 if tokens == 4 else 0, rows=12)
+    plans = harness.random_plans(random.Random(3), 12, tokens, 16, case.attributes.ring_rows)
+    steps = Steps(case, plans, 15)
+    pools = {name: pool.clone(memory_format=torch.preserve_format) for name, pool in steps.pools.items()}
+
+    def restored(step):
+        for name, pool in steps.pools.items():
+            pools[name].copy_(pool)
+        return [x.nan_to_num(7) for x in (step(), *pools.values())]
+
+    first = restored(lambda: steps.run(pools))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps.run(pools)
+
+    def replay():
+        graph.replay()
+        return captured
+
+    for step in [lambda: steps.run(pools)] * 500 + [replay] * 500:
+        assert all(map(torch.equal, restored(step), first))
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_results_do_not_depend_on_the_slot(layer, tokens):
+    """Slots more than 2^31 elements into a pool give the same bits as near ones."""
+    plans = [harness.RowPlan(slot, 1010, 1000, 1010 + tokens, tokens) for slot in range(3)]
+    steps = Steps(Case(layer, tokens), plans, 3)
+    near = steps.pools
+    far = {name: pool.clone(memory_format=torch.preserve_format) for name, pool in near.items()}
+    stride = 1 << 30
+    storage = torch.empty(2 * stride + near["state"][0].numel(), device="cuda")
+    far["state"] = storage.as_strided(near["state"].shape, (stride, *near["state"].stride()[1:]))
+    far["state"].copy_(near["state"])
+    assert torch.equal(steps.run(far), steps.run(near))
+    assert torch.equal(far["state"], near["state"])
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_long_runs_do_not_drift(layer):
+    """8,192 tokens decoded one by one, with a window and as the ordinary recurrence: nothing but float32's rounding adds up."""
+    length = 8192
+    whole = harness.RowPlan(0, 0, 0, length, length)
+    *inputs, A_log, dt_bias, plan = Steps(Case(layer, length, heads=(1, 2)), [whole], 1).inputs
+    weights = A_log - 4, dt_bias  # a token decays by a few percent
+    name = layer.split()[0]
+    device = {"gated_delta": device_gated_delta.gated_delta, "kda": device_kda.kda}[name]
+
+    def allocate(window, wide):
+        attributes = Case(layer, 1, heads=(1, 2), window=window).attributes
+        pools = {n: p.allocate(1, "cuda") for n, p in attributes.pools(BF16, FP32, BF16).items()}
+        return attributes, {n: p.double() for n, p in pools.items()} if wide else pools
+
+    attributes, exact = allocate(16, True)
+    want = getattr(reference, name)(attributes, *(x.double() for x in inputs), *weights, plan, exact)
+
+    def errors(window):
+        attributes, pools = allocate(window, False)
+        folded, outputs, plans = 0, [], []
+        for i in range(length):
+            fold_to = i + 1 if i + 1 - folded >= window else folded
+            plans.append(harness.step_tensor([harness.RowPlan(0, i, folded, fold_to, 1)]))
+            folded = fold_to
+        for i, plan in enumerate(torch.stack(plans).cuda()):
+            token = [x[:, i : i + 1] for x in inputs]
+            outputs.append(device(attributes, *token, *weights, plan, pools))
+        return harness.relative_error(torch.cat(outputs, 1), want), harness.relative_error(
+            pools["state"], exact["state"]
+        )
+
+    plain, replayed = errors(1), errors(16)
+    assert max(plain[0], replayed[0]) < harness.TOLERANCE[BF16]
+    assert max(plain[1], replayed[1]) < 1e-6, f"replayed {replayed}, plain {plain}"

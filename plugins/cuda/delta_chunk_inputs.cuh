@@ -1,0 +1,250 @@
+// The inputs of a chunk of entries in shared memory, and what a chunk derives from them alone.
+//
+// Keys, queries and values lie there as they come: their norms are applied to products. Where all of them have the same
+// 16-bit type they stay in it and arrive without passing registers. Otherwise they are floats, and so are those with decays
+// per channel, which are multiplied into the keys.
+#pragma once
+#include "async_copy.cuh"
+#include "delta_lanes.cuh"
+#include "mma.cuh"
+
+constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
+constexpr int BLOCKS = CHUNK / 8;
+constexpr int PAIRS = KEY_DIM / 16;
+constexpr int ENTRY_LANES = THREADS / CHUNK;  // threads that stage an entry
+constexpr bool CHUNKED = WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0;
+
+constexpr bool NARROW = !PER_CHANNEL && sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
+template <bool>
+struct StagedType {
+    typedef float type;
+};
+template <>
+struct StagedType<true> {
+    typedef ACT type;
+};
+typedef StagedType<NARROW>::type STAGED;
+// A prefill has the next chunk on its way while one is worked on; other steps rarely have a second one.
+constexpr bool AHEAD = NARROW && TOKENS == 0;
+constexpr int INPUT_STAGES = AHEAD ? 2 : 1;
+// Elements from row to row, by which a warp's accesses spread over the banks.
+constexpr int KEY_STRIDE = KEY_DIM + (NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4, BLOCK_STRIDE = 12;
+
+struct ChunkInputs {
+    STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done
+    STAGED q[CHUNK][KEY_STRIDE];  // likewise; zero for entries of the ring
+    STAGED v[CHUNK][VALUE_STRIDE];
+    double log_decay[CHUNK];                  // G where decays are scalars, in double since differences of it count
+    float from_start[CHUNK], to_end[CHUNK];  // exp(G), exp(G_last - G) of it
+    float beta[CHUNK];
+};
+
+struct ChunkShared {
+    ChunkInputs inputs[INPUT_STAGES];
+    alignas(16) float decay[PER_CHANNEL ? CHUNK : 1][PER_CHANNEL ? KEY_STRIDE : 4];  // exp(g), then k exp(G_last - G)
+    float last[PER_CHANNEL ? KEY_STRIDE : 4];                                         // exp(G_last) per channel
+    float kk[CHUNK][PAIR_STRIDE];       // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j
+    float qk[CHUNK][PAIR_STRIDE];       // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
+    float inverse[CHUNK][BLOCK_STRIDE];  // of the two triangular blocks of 8 entries, rows times the norm of k
+    float k_norm[CHUNK], q_norm[CHUNK];  // what k and q are to be multiplied by
+};
+
+// Both tf32 parts of an operand.
+struct Split {
+    float high[4], low[4];
+
+    __device__ __forceinline__ Split(float a0, float a1, float a2, float a3) {
+        const float a[4] = {a0, a1, a2, a3};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            high[i] = tf32_part(a[i]);
+            low[i] = a[i] - high[i];
+        }
+    }
+};
+
+// Products of tf32 parts: those with a lower part, and those of the upper ones. EXACT: b has no lower part.
+template <bool EXACT>
+__device__ __forceinline__ void add_lower(Accumulator& sum, const Split& a, float b0, float b1) {
+    const float high0 = EXACT ? b0 : tf32_part(b0), high1 = EXACT ? b1 : tf32_part(b1);
+    mma_tf32(sum, a.low, high0, high1);
+    if constexpr (!EXACT) mma_tf32(sum, a.high, b0 - high0, b1 - high1);
+}
+template <bool EXACT>
+__device__ __forceinline__ void add_upper(Accumulator& sum, const Split& a, float b0, float b1) {
+    mma_tf32(sum, a.high, EXACT ? b0 : tf32_part(b0), EXACT ? b1 : tf32_part(b1));
+}
+
+// Long sums keep both apart.
+struct Sum {
+    Accumulator upper, rest;
+
+    template <bool EXACT>
+    __device__ __forceinline__ void add(const Split& a, float b0, float b1) {
+        add_lower<EXACT>(rest, a, b0, b1);
+        add_upper<EXACT>(upper, a, b0, b1);
+    }
+    __device__ __forceinline__ float get(int e) const { return upper.v[e] + rest.v[e]; }
+};
+
+struct Chunk {
+    const Work& w;
+    ChunkShared& shared;
+    bool appends;             // tokens are appended to the ring in this pass
+    int thread;               // threadIdx.x
+    float next_g, next_beta;  // of lane j of the last warp: what entry j of the chunk on its way has in memory
+
+    __device__ int warp() const { return thread / 32; }
+    __device__ int lane() const { return thread % 32; }
+    __device__ int g() const { return lane() / 4; }
+    __device__ int t() const { return lane() % 4; }
+
+    // ---- staging; rows behind the last entry are zero, with a decay of one ------------------------------------------------
+
+    __device__ void request(ChunkInputs& in, int from, int count) {
+        if constexpr (AHEAD) request_gates(from, count);
+        const int at = thread / ENTRY_LANES, part = thread % ENTRY_LANES;
+        const int token = from + at - w.row.history(), row = w.history_row(from + at);
+        const bool exists = at < count, is_token = token >= 0;
+        if constexpr (NARROW) {
+            const void* k = is_token ? w.k(token) : static_cast<const void*>(w.t.ring_k + w.ring_k_at(row));
+            const void* v = is_token ? w.v(token) : static_cast<const void*>(w.t.ring_v + w.ring_v_at(row));
+            const ACT* q = w.q(is_token ? token : 0);
+#pragma unroll
+            for (int c = 8 * part; c < KEY_DIM; c += 8 * ENTRY_LANES) {
+                copy_16_bytes(&in.k[at][c], static_cast<const STAGED*>(k) + c, exists);
+                copy_16_bytes(&in.q[at][c], q + c, exists && is_token);
+            }
+#pragma unroll
+            for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&in.v[at][r], static_cast<const STAGED*>(v) + r, exists);
+        } else if (is_token) {
+            copy_converted(in, at, part, exists, w.k(token), w.q(token), w.v(token));
+            if constexpr (PER_CHANNEL) stage_decays(at, part, exists, token);
+        } else {
+            const ACT* no_queries = nullptr;
+            copy_converted(in, at, part, exists, w.t.ring_k + w.ring_k_at(row), no_queries, w.t.ring_v + w.ring_v_at(row));
+            if constexpr (PER_CHANNEL) stage_ring_decays(at, part, exists, row);
+        }
+    }
+
+    template <typename K, typename V>
+    __device__ void copy_converted(ChunkInputs& in, int at, int part, bool exists, const K* k, const ACT* q, const V* v) {
+        float squares[2] = {};
+#pragma unroll
+        for (int c = 4 * part; c < KEY_DIM; c += 4 * ENTRY_LANES) {
+            float keys[4] = {}, queries[4] = {};
+            if (exists) load_vector<4>(k + c, keys);
+            if (exists && q) load_vector<4>(q + c, queries);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                squares[0] = fmaf(keys[e], keys[e], squares[0]);
+                squares[1] = fmaf(queries[e], queries[e], squares[1]);
+            }
+            store_vector<4>(&in.k[at][c], keys);
+            store_vector<4>(&in.q[at][c], queries);
+        }
+#pragma unroll
+        for (int r = 4 * part; r < SLICE; r += 4 * ENTRY_LANES) {
+            float values[4] = {};
+            if (exists) load_vector<4>(v + r, values);
+            store_vector<4>(&in.v[at][r], values);
+        }
+        sum_neighbours(squares);
+        shared.k_norm[at] = rsqrtf(squares[0] + NORM_EPSILON);
+        shared.q_norm[at] = rsqrtf(squares[1] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+    }
+    // Sums over an entry's threads, of which some entries' may take another branch.
+    __device__ static void sum_neighbours(float (&sums)[2]) {
+        const u32 mask = ((1ull << ENTRY_LANES) - 1) << (threadIdx.x % 32 / ENTRY_LANES * ENTRY_LANES);
+#pragma unroll
+        for (int offset = ENTRY_LANES / 2; offset; offset /= 2)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(mask, sums[i], offset);
+    }
+
+    // exp(g) of a token's or ring row's channels.
+    __device__ void stage_decays(int at, int part, bool exists, int token) {
+        const float rate = w.decay_rate();
+        const ACT* logits = w.t.gate + w.token(token) * w.t.gate_stride + w.gate_at(0);
+#pragma unroll 2
+        for (int c = 4 * part; c < KEY_DIM; c += 4 * ENTRY_LANES) {
+            float g[4] = {}, bias[4];
+            if (exists) {
+                load_vector<4>(logits + c, g);
+                load_vector<4>(w.t.dt_bias + w.gate_at(c), bias);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) g[e] = Work::log_decay(rate, g[e] + bias[e]);
+                if (appends && w.leads_head()) store_vector<4>(w.t.ring_g_out + w.ring_g_at(w.append_row(token)) + c, g);
+            }
+            store_decays(at, c, g);
+        }
+    }
+    __device__ void stage_ring_decays(int at, int part, bool exists, int row) {
+#pragma unroll
+        for (int c = 4 * part; c < KEY_DIM; c += 4 * ENTRY_LANES) {
+            float g[4] = {};
+            if (exists) load_vector<4>(w.t.ring_g + w.ring_g_at(row) + c, g);
+            store_decays(at, c, g);
+        }
+    }
+    __device__ void store_decays(int at, int c, float (&g)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) g[e] = expf(g[e]);
+        store_vector<4>(&shared.decay[PER_CHANNEL ? at : 0][c], g);
+    }
+
+    // A lane an entry of the last warp: the scalars, in memory and as the chunk needs them.
+    __device__ void request_gates(int from, int count) {
+        const int token = from + lane() - w.row.history(), row = w.history_row(from + lane());
+        if (warp() != WARPS - 1 || lane() >= count) return;
+        next_beta = token < 0 ? w.t.ring_beta[w.ring_beta_at(row)] : w.beta_logit(token);
+        if constexpr (!PER_CHANNEL) next_g = token < 0 ? w.t.ring_g[w.ring_g_at(row)] : w.decay_logit(token, 0);
+    }
+    __device__ void finish_gates(ChunkInputs& in, int from, int count) {
+        if constexpr (!AHEAD) request_gates(from, count);
+        if (warp() != WARPS - 1) return;
+        const int at = lane(), token = from + at - w.row.history();
+        float g = 0.0f, beta = 0.0f;
+        if (at < count) {
+            g = PER_CHANNEL ? 0.0f : token < 0 ? next_g : w.log_decay(next_g, 0);
+            beta = token < 0 ? next_beta : w.beta(next_beta);
+            if (token >= 0 && appends && w.leads_head()) {
+                w.t.ring_beta_out[w.ring_beta_at(w.append_row(token))] = beta;
+                if constexpr (!PER_CHANNEL) w.t.ring_g_out[w.ring_g_at(w.append_row(token))] = g;
+            }
+        }
+        if constexpr (!PER_CHANNEL) {
+            double sum = g;
+#pragma unroll
+            for (int offset = 1; offset < CHUNK; offset *= 2) {
+                const double other = __shfl_up_sync(~0u, sum, offset);
+                if (at >= offset) sum += other;
+            }
+            const double last = __shfl_sync(~0u, sum, CHUNK - 1);
+            if (at < CHUNK) {
+                in.log_decay[at] = sum;
+                in.from_start[at] = expf(float(sum));
+                in.to_end[at] = expf(float(last - sum));
+            }
+        }
+        if (at < CHUNK) in.beta[at] = beta;
+    }
+
+    // The chunk's tokens to the ring, by the threads that staged them.
+    __device__ void append(const ChunkInputs& in, int from, int count) const {
+        const int at = thread / ENTRY_LANES, part = thread % ENTRY_LANES;
+        const int token = from + at - w.row.history();
+        if (!appends || at >= count || token < 0) return;
+        const int row = w.append_row(token);
+        float x[4];
+        if (w.leads_key_head())
+            for (int c = 4 * part; c < KEY_DIM; c += 4 * ENTRY_LANES) {
+                load_vector<4>(&in.k[at][c], x);
+                store_vector<4>(w.t.ring_k_out + w.ring_k_at(row) + c, x);
+            }
+        for (int r = 4 * part; r < SLICE; r += 4 * ENTRY_LANES) {
+            load_vector<4>(&in.v[at][r], x);
+            store_vector<4>(w.t.ring_v_out + w.ring_v_at(row) + r, x);
+        }
+    }
+};
