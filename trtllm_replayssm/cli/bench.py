@@ -21,6 +21,8 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import Fold
 
 if TYPE_CHECKING:
+    from trtllm_replayssm.bench.decode import DecodeTiming
+    from trtllm_replayssm.bench.profile import StepProfile
     from trtllm_replayssm.bench.workload import Item
     from trtllm_replayssm.runtime.engine import Engine
     from trtllm_replayssm.runtime.scheduler import Scheduler
@@ -171,7 +173,8 @@ def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
     from trtllm_replayssm.bench.steps_report import profile_rows, steps_report, timing_rows
 
     chosen = modes(engine.config.replay, args.draft_len, args.accepted)
-    timings, profiles = [], []
+    timings: list[DecodeTiming] = []
+    profiles: list[StepProfile] = []
     for timing in decode_timings(engine, args.decode_batch_sizes or (), args.context_len, chosen, args.steps):
         timings.append(timing)
         progress = (timing.batch_size, timing.mode, timing.tokens_per_second, timing.step_ms.average)
