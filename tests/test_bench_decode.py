@@ -14,6 +14,7 @@ from test_scheduler import MODEL, OPTIONS
 from trtllm_replayssm.bench.decode import WARM_STEPS, decode_timing, decode_timings, modes, with_replay
 from trtllm_replayssm.bench.plots import plot_shares, plot_throughput
 from trtllm_replayssm.bench.profile import Kernel, account, part_of, step_profiles
+from trtllm_replayssm.bench.report import weights_bytes
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import Cursor
@@ -80,6 +81,14 @@ def test_sizes_that_make_no_sense_are_refused(engine: Engine) -> None:
         list(decode_timings(engine, [4, 0], 12, chosen))
     with pytest.raises(UserError, match="max_seq_len is 160"):
         list(decode_timings(engine, [1], 150, chosen))
+
+
+def test_plans_are_what_they_were_built_for(engine: Engine) -> None:
+    plan = replace(engine, config=replace(engine.config, engine_flavour="tensorrt", rank_bytes=(123,)))
+    assert weights_bytes(plan) == 123
+    assert weights_bytes(engine) == sum(weight.nbytes for weight in engine.weights.values())
+    with pytest.raises(UserError, match="one window and one batch size"):
+        list(decode_timings(plan, [1], 12, modes(engine.config.replay)))
 
 
 def test_shares_are_drawn(tmp_path: Path) -> None:

@@ -71,8 +71,16 @@ def modes(replay: ReplayConfig, draft_len: int = 3, accepted: int = 3) -> tuple[
 
 
 def with_replay(engine: Engine, replay: ReplayConfig, batch_size: int, tokens: int) -> Engine:
-    """The engine with other options of ReplaySSM and another batch size; weights do not depend on them."""
+    """The engine with other options of ReplaySSM and another batch size; weights do not depend on them.
+
+    Raises UserError for a plan, which does.
+    """
     config = engine.config
+    if config.engine_flavour == "tensorrt":
+        raise UserError(
+            "a TensorRT plan has one window and one batch size, so its modes cannot be compared",
+            "measure requests, or build the engine with --engine_flavour embedded",
+        )
     checkpoint = replace(config.checkpoint, replay=replay)
     steps = max(config.max_num_tokens, batch_size * tokens)
     return replace(

@@ -45,13 +45,20 @@ def engine_info(engine: Engine) -> dict[str, Any]:
     }
 
 
+def weights_bytes(engine: Engine) -> int:
+    """Bytes of one rank's weights; of a plan the size of its file, which holds little else."""
+    if engine.config.engine_flavour == "tensorrt":
+        return engine.config.rank_bytes[engine.rank]
+    return sum(tensor.nbytes for tensor in engine.weights.values())
+
+
 def memory_info(session: Session) -> dict[str, Any]:
     """Bytes of one rank: weights, the state of all slots by kind, and where the device counts it, the peak of the process."""
     import torch
 
     device = session.engine.device
     return {
-        "weights_bytes": sum(tensor.nbytes for tensor in session.engine.weights.values()),
+        "weights_bytes": weights_bytes(session.engine),
         "slot_bytes": session.engine.config.slot_bytes(),
         "pool_bytes": session.state_bytes(),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
