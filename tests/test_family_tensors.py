@@ -36,6 +36,7 @@ MTP_LIKE = {
     "bailing_hybrid": (6, 7),
     "bailing_hybrid_clamp": (6, 7),
     "bailing_hybrid_qlora": (2, 3),
+    "glm5_next": (6, 7),
 }
 
 
@@ -89,9 +90,9 @@ def test_mtp_weights_are_kept(name: str, tmp_path: Path) -> None:
     family, tensors = family_of(folder)
     mtp, places = family.blueprint.mtp, config.decoder.parameters()
     assert mtp is not None
-    theirs = {
-        name for name in tensors if name.startswith(("mtp.", f"model.layers.{len(family.blueprint.branches) // 2}."))
-    }
+    last = len(family.blueprint.branches) // 2
+    beginnings = ("mtp.", f"model.layers.{last}.", f"model.language_model.layers.{last}.")
+    theirs = {name for name in tensors if name.startswith(beginnings)}
     used = {
         n for ours, source in family.sources(config.decoder).items() if ours.startswith("mtp.") for n in source.names
     }
@@ -146,8 +147,8 @@ def test_16_bit_checkpoints_keep_what_must_stay_float32(name: str, tmp_path: Pat
     _, weights, _ = converted(folder, dtype="bfloat16")
     kept = {n for n, t in weights.items() if t.dtype == torch.float32}
     expected = (".A_log", ".dt_bias", ".D", ".router.weight", ".router.bias")
-    if name.startswith(("bailing", "kimi_k3")):
-        expected += (".kda.conv1d.weight",)
+    if name.startswith(("bailing", "kimi_k3", "glm5")):
+        expected += (".kda.conv1d.weight", ".streams.mix.weight", ".streams.mix.bias")
     if name.startswith("kimi_k3"):
         expected += (".kda.norm.weight", ".streams.query.weight")
     assert kept == {n for n in weights if n.endswith(expected)}
@@ -267,7 +268,9 @@ def test_a_projection_of_zeros_is_refused(tmp_path: Path) -> None:
 
 @every_model
 def test_a_missing_and_a_surplus_tensor_are_refused(name: str, tmp_path: Path) -> None:
-    norms = {"olmo": "attention_layer_norm"} | dict.fromkeys(("mamba", "nemot", "state"), "norm")
+    norms = {"olmo": "attention_layer_norm", "qwen4": "attn_hyper_connection.hc_norm"} | dict.fromkeys(
+        ("mamba", "nemot", "state"), "norm"
+    )
     first = f"layers.0.{norms.get(name[:4], norms.get(name[:5], 'input_layernorm'))}.weight"
     lost = edited(name, tmp_path / "lost", lambda c, t: t.pop(next(n for n in t if n.endswith(first))))
     with pytest.raises(CheckpointError, match="lacks 1 tensors"):
