@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from trtllm_replayssm.builders.families.base import Source, rows
 from trtllm_replayssm.builders.families.qwen import Qwen
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
@@ -10,7 +12,7 @@ from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 class Qwen35(Qwen):
     """Tensors ``model.layers.N.*``, in wrappers ``model.language_model.layers.N.*`` beside ``model.visual.*``."""
 
-    architectures = (
+    architectures: ClassVar[tuple[str, ...]] = (
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
