@@ -122,6 +122,36 @@ def test_select_last_takes_the_last_valid_token() -> None:
     assert torch.equal(selected[[0, 1, 3], 0], x[[0, 1, 3], [4, 0, 2]])
 
 
+def test_tables_in_parts_are_one_table() -> None:
+    table, ids = torch.randn(3, 4, 5), torch.tensor([[[11, 0], [3, 7]]], dtype=torch.int32)
+    assert torch.equal(ANY.embedding(ids, table), table.flatten(0, 1)[ids.long()])
+
+
+def test_norm_without_a_weight() -> None:
+    x = torch.randn(2, 3, 6)
+    torch.testing.assert_close(ANY.rms_norm(x, None, 1e-3), ANY.rms_norm(x, torch.ones(6), 1e-3))
+
+
+def test_root_that_keeps_the_sign() -> None:
+    x = torch.tensor([-4.0, -1e-9, 0.0, 1e-9, 9.0])
+    torch.testing.assert_close(ANY.activation(x, "signed_root"), torch.tensor([-2.0, -1e-3, 0.0, 1e-3, 3.0]))
+
+
+def test_products_sums_and_offsets_of_matrices() -> None:
+    a, b = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
+    torch.testing.assert_close(ANY.matmul(a, b, transpose_a=True), torch.einsum("btki,btkj->btij", a, b))
+    torch.testing.assert_close(ANY.matmul(a, a.transpose(-1, -2)), torch.einsum("btik,btjk->btij", a, a))
+    torch.testing.assert_close(ANY.sum(a, -2), a.sum(-2, keepdim=True))
+    assert torch.equal(ANY.offset(a, 0.5), a + 0.5)
+
+
+def test_rope_at_shifted_positions() -> None:
+    """As if the tokens stood three positions further back; positions below 0 are nobody's."""
+    x = torch.randn(1, 2, 1, 8)
+    got = network([(0, 9, 2)]).rope(x, Rope(8, 1e4, shift=-3))
+    torch.testing.assert_close(got, network([(0, 6, 2)]).rope(x, Rope(8, 1e4)))
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
