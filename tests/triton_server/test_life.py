@@ -99,7 +99,7 @@ def served_again(served: Served) -> list[int]:
             status, data = 0, {"error": str(error)}
         if status == 200:
             return list(data["output_ids"])
-        assert time.monotonic() < deadline, data
+        assert served.process.poll() is None and time.monotonic() < deadline, (data, served.said)
         time.sleep(0.2)
 
 

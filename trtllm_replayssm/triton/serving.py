@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds between looks whether the Triton server is still there.
 WATCH_PERIOD = 0.5
-#: A server that lives no longer than so many seconds is not started again.
-SHORT_LIFE = 2.0
+#: A server that was started again and lives no longer than so many seconds is given up.
+SHORT_LIFE = 10.0
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,14 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
 
 async def watch(server: TritonServer, stop: asyncio.Event, startup_timeout: float) -> None:
     """Until a signal comes, start the server again when it, or the model in it, ends by itself; not time and again."""
-    ready = time.monotonic()
+    restarted = -math.inf
     while not stop.is_set():
         if not server.lives():
-            if time.monotonic() < ready + SHORT_LIFE:
-                raise EngineError(f"the Triton server has ended soon after it was ready: {server.reason()}")
+            if time.monotonic() < restarted + SHORT_LIFE:
+                raise EngineError(f"the Triton server has ended soon after it was started again: {server.reason()}")
             log.warning("the Triton server or its model has ended (%s) and is started again", server.reason())
             await asyncio.to_thread(server.restart, startup_timeout)
-            ready = time.monotonic()
+            restarted = time.monotonic()
             log.info("ready again")
         try:
             await asyncio.wait_for(stop.wait(), WATCH_PERIOD)
