@@ -308,6 +308,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("granite_4_h_small", {"residual_multiplier": 0}, "residual_multiplier is 0"),
         ("granite_4_h_small", {"logits_scaling": None}, "logits_scaling is missing"),
         ("granite_4_h_small", {"position_embedding_type": "rope", "rope_theta": None}, "rope_theta is missing"),
+        ("granite_4_h_small", {"mamba_d_head": "auto", "mamba_n_heads": 120}, "mamba_n_heads is 120"),
         ("falcon_h1_0_5b", {"ssm_multipliers": [1.0, 1.0]}, "5 positive numbers"),
         ("falcon_h1_0_5b", {"mlp_multipliers": [1.0, "x"]}, "2 positive numbers"),
         ("falcon_h1_0_5b", {"mamba_d_ssm": 2048}, "mamba_d_ssm is 2048"),

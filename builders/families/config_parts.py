@@ -84,6 +84,8 @@ def prefixed_mamba2(config: HfConfig, epsilon: float | None, inner: int, scales:
     config.expect("mamba_proj_bias", False)
     config.ignore("mamba_expand", "mamba_chunk_size")
     heads = config.positive("mamba_n_heads")
+    if config.get("mamba_d_head") == "auto" and inner % heads:
+        raise config.fail("mamba_n_heads", f"is {heads}, which does not divide the {inner} channels of all heads")
     low, high = time_step_limit(config)
     return Mamba2(
         num_heads=heads,

@@ -32,7 +32,8 @@ class FalconH1(BlueprintFamily):
         config.expect("attn_layer_indices", [])
         for key in ("attention_bias", "mlp_bias", "projectors_bias"):
             config.expect(key, False)
-        config.ignore("max_position_embeddings")
+        # The width of SwiGLU is stated by itself.
+        config.ignore("max_position_embeddings", "mlp_expansion_factor")
         self.epsilon = config.number("rms_norm_eps")
         mamba, attention, mlp = self.mamba(), self.attention(), self.mlp()
         mixer = SideBySide((mamba, attention))

@@ -20,7 +20,12 @@ from trtllm_replayssm.network.base import Rope
 
 
 class Qwen(BlueprintFamily):
-    """Blocks of two branches: Gated DeltaNet or attention, then MLP or MoE."""
+    """Blocks of two branches: Gated DeltaNet or attention, then MLP or MoE.
+
+    attentions: words for attention in ``layer_types``.
+    """
+
+    attentions: tuple[str, ...] = ("full_attention",)
 
     def read(self) -> Blueprint:
         config = self.config
@@ -36,7 +41,7 @@ class Qwen(BlueprintFamily):
         self.epsilon, self.rope = config.number("rms_norm_eps"), self.read_rope()
         branches: list[Branch] = []
         for i, kind in enumerate(self.layer_types()):
-            branches += self.block(f"{prefix}layers.{i}.", kind == "full_attention", self.sparse(i))
+            branches += self.block(f"{prefix}layers.{i}.", kind in self.attentions, self.sparse(i))
         head = self.pick("lm_head.weight", "language_model.lm_head.weight")
         return Blueprint(
             vocab_size=self.vocabulary(f"{prefix}embed_tokens.weight"),
@@ -75,7 +80,7 @@ class Qwen(BlueprintFamily):
         return Rope(int(channels), theta)
 
     def layer_types(self) -> list[str]:
-        return layer_types(self.config, ("linear_attention", "full_attention"), "full_attention_interval")
+        return layer_types(self.config, ("linear_attention", *self.attentions), "full_attention_interval")
 
     def sparse(self, index: int) -> bool:
         """Whether the MLP of that layer is a mixture of experts."""
@@ -171,7 +176,7 @@ class Qwen(BlueprintFamily):
         )
 
 
-def layer_types(config: HfConfig, known: tuple[str, str], interval_key: str) -> list[str]:
+def layer_types(config: HfConfig, known: tuple[str, ...], interval_key: str) -> list[str]:
     """Kind of every layer: the list ``layer_types``, or every ``interval_key``-th layer the second of the known kinds."""
     count = config.positive("num_hidden_layers")
     if "layer_types" not in config:

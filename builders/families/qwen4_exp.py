@@ -17,8 +17,6 @@ from trtllm_replayssm.builders.layers.indexer import MeanIndexer
 from trtllm_replayssm.builders.layers.ngram import NgramEmbedding
 from trtllm_replayssm.builders.streams import GatedStreams
 
-#: The published files and transformers have different words for attention with an indexer.
-INDEXED = ("full_attention", "indexed_attention", "qwen_sparse_attention")
 #: Our weights of a mixing, and theirs.
 MIXING = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}
 INJECT = {"inject": "block_inject_weight"}
@@ -33,6 +31,8 @@ class Qwen4(Qwen35):
     """Tensors ``model.layers.N.{linear_attn, self_attn, mlp, *_hyper_connection, ple}``, in wrappers as in Qwen3.5."""
 
     architectures = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
+    #: All with an indexer: published files and transformers have different words for it.
+    attentions = ("full_attention", "indexed_attention", "qwen_sparse_attention")
 
     def read(self) -> Blueprint:
         config = self.config
@@ -55,7 +55,7 @@ class Qwen4(Qwen35):
             prefix = f"{self.prefix}layers.{i}."
             if i + 1 in embedded:
                 branches.append(self.ngram(f"{prefix}ple.", embedded.index(i + 1)))
-            for branch, part in zip(self.block(prefix, kind in INDEXED, self.sparse(i)), ("attn", "mlp")):
+            for branch, part in zip(self.block(prefix, kind in self.attentions, self.sparse(i)), ("attn", "mlp")):
                 mixing = mixing_sources(f"{prefix}{part}_hyper_connection.", MIXING | INJECT)
                 branches.append(replace(branch, norm=None, streams=mixing))
         return Blueprint(
@@ -73,17 +73,6 @@ class Qwen4(Qwen35):
             mtp=self.mtp(),
             dropped=DROPPED | self.constants(embedded),
         )
-
-    def layer_types(self) -> list[str]:
-        config, count = self.config, self.config.positive("num_hidden_layers")
-        if "layer_types" not in config:
-            interval = config.positive("full_attention_interval")
-            return ["linear_attention" if (i + 1) % interval else INDEXED[0] for i in range(count)]
-        config.ignore("full_attention_interval")
-        kinds, known = config.get("layer_types"), ("linear_attention", *INDEXED)
-        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
-            raise config.fail("layer_types", f"must list {count} layers, each {' or '.join(known)}")
-        return kinds
 
     def mtp(self) -> MtpBlueprint | None:
         self.config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
