@@ -46,10 +46,12 @@ $(VENV)/demo.stamp: $(VENV)/python.stamp pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo]'
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/demo.stamp tests/tensorrt/oldest.txt
+$(VENV)/test.stamp: $(VENV)/demo.stamp tests/tensorrt/oldest.txt tests/remote_code.txt
 	$(PIP) --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
 		--target $(VENV)/tensorrt-10.14 --requirement tests/tensorrt/oldest.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
+		--target $(VENV)/remote-code --requirement tests/remote_code.txt
 	touch $@
 
 $(VENV)/lint.stamp: $(VENV)/test.stamp

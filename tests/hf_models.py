@@ -435,11 +435,12 @@ MODELS: dict[str, TinyModel | TinyKimiK3] = {
     ),
     "kimi_linear": TinyModel("KimiLinearConfig", "KimiLinearForCausalLM", KIMI),
     "kimi_k3": TinyKimiK3(kimi_k3_model.TEXT),
-    # What the model's code also allows: a latent without its norm, an unbounded up, low-rank gates, one choice, and so on.
+    # What the model's code also allows: a latent without its norm, an unbounded up, low-rank gates, groups, and so on.
     "kimi_k3_text": TinyKimiK3(
         kimi_k3_model.TEXT
         | {"attn_res_block_size": 1, "latent_moe_use_norm": False, "num_experts_per_token": 1, "q_lora_rank": None}
         | {"activation_situ_beta": None, "activation_situ_linear_beta": None, "num_shared_experts": 0}
+        | {"num_expert_group": 4, "topk_group": 2}
         | {
             "linear_attn_config": kimi_k3_model.TEXT["linear_attn_config"]
             | {"gate_lower_bound": None, "use_full_rank_gate": False}

@@ -4,8 +4,8 @@ transformers 5.24 has no such class, and no weights were ever at hand. Nothing h
 under the names that the published files have, in any floating dtype, and a whole text is computed at once. The sources, by
 which every statement below is marked:
 
-* [code] ``modeling_kimi_linear.py`` of moonshotai/Kimi-K3 on Hugging Face, read in a public copy; the class or function is
-  named;
+* [code] ``modeling_kimi_linear.py`` of moonshotai/Kimi-K3 on Hugging Face, read in public copies; the class or function is
+  named. test_kimi_k3_remote_code.py runs the copy in llm-compressor, which lists what it changed, against this file;
 * [config] config.json of the same repository, read in a public copy;
 * [paper] Attention Residuals, arXiv:2603.15031, and Kimi Linear, arXiv:2510.26692, as others describe them;
 * [mlxcel] github.com/lablup/mlxcel issue 1334 and pull request 1741, an independent implementation with shapes;
@@ -13,9 +13,9 @@ which every statement below is marked:
   pull request 58, whose decoding of MXFP4 was checked by its author on a published shard;
 * [titan] torchtitan's ``models/kimi_k3`` (github.com/pytorch/torchtitan).
 
-Not confirmed by anything but [code]: that latent norms keep an epsilon of 1e-6 whatever rms_norm_eps is (also [mlxcel]), and
-that a router with one choice does not normalise. Not confirmed at all: how much the rounding of 16-bit activations matters,
-which every implementation places elsewhere; this file rounds nowhere.
+Not confirmed by anything but [code]: that a router with one choice does not normalise. Not confirmed at all: fla's KDA kernels
+in a run, and how much the rounding of 16-bit activations matters, which every implementation places elsewhere; this file rounds
+nowhere.
 """
 
 from __future__ import annotations
@@ -187,17 +187,23 @@ def experts(config: Config, w: Tensors, x: Tensor) -> Tensor:
     """Mixture of experts behind a latent [code: KimiSparseMoeBlock, KimiMoEGate; mlxcel; llama.cpp; atomic].
 
     * The router reads x itself. A token's experts are those of most sigmoid(score) + bias; their weights are the sigmoids
-      alone, divided by their sum (moe_renormalize, with more than one choice), times routed_scaling_factor.
+      alone, divided by their sum (moe_renormalize, with more than one choice), times routed_scaling_factor. Of
+      num_expert_group groups only those topk_group are eligible whose two best experts add up to most; the published model
+      has one group [config].
     * With routed_expert_hidden_size, experts read routed_expert_down_proj(x), and their weighted sum is normed with
       rms_norm_eps (latent_moe_use_norm) and goes through routed_expert_up_proj.
     * The shared expert, as wide as num_shared_experts of them, reads x, and is added unweighted.
     * Of an expert, w1 is gate, w3 up and w2 down.
-
-    Groups of experts are not written here: the published model has one [config].
     """
     scores = (x @ w["gate.weight"].T).sigmoid()
     top = config["num_experts_per_token"]
-    chosen = (scores + w["gate.e_score_correction_bias"]).topk(top, -1).indices
+    choice = scores + w["gate.e_score_correction_bias"]
+    if config["num_expert_group"] > config["topk_group"]:
+        grouped = choice.unflatten(-1, (config["num_expert_group"], -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(config["topk_group"], -1).indices
+        eligible = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
+        choice = grouped.masked_fill(~eligible[..., None], -torch.inf).flatten(-2)
+    chosen = choice.topk(top, -1).indices
     weights = scores.gather(-1, chosen)
     if top > 1 and config["moe_renormalize"]:
         weights = weights / weights.sum(-1, keepdim=True)

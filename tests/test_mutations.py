@@ -225,6 +225,7 @@ MISTAKES = (
     Mistake("norm of the latent dropped", "kimi_k3", Moe, {"latent_epsilon": None}),
     Mistake("norm of the latent's weight dropped", "kimi_k3", Moe, weight=("latent_norm.weight", one)),
     Mistake("a single expert's weight normalised", "kimi_k3_text", Moe, {"normalise": True}),
+    Mistake("group limit ignored", "kimi_k3_text", Moe, {"n_group": 1, "topk_group": 1}),
     # Nothing else scales: the norm of the latent undoes it.
     Mistake("routed scaling dropped", "kimi_k3_text", Moe, {"routed_scale": 1.0}),
     Mistake("mla gate dropped", "kimi_k3", Mla, {"gate": None}),
