@@ -160,18 +160,21 @@ def test_16_bit_checkpoints_keep_what_must_stay_float32(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "name",
     [
-        *("mamba2", "nemotron_h_dense", "qwen3_5_text", "bailing_hybrid_qlora"),
-        *("granite4_dense", "falcon_h1", "bamba", "olmo_hybrid_rope"),
+        *("mamba2", "nemotron_h_dense", "qwen3_5_text", "bailing_hybrid_qlora", "granite4_dense", "falcon_h1"),
+        *("bamba", "olmo_hybrid_rope", "granite4_moe", "lara_mini", "glm5_next", "qwen4_exp_text"),
     ],
 )
-def test_bfloat16_engines_stay_near_the_float32_reference(name: str, tmp_path: Path) -> None:
-    """Models whose experts do not flip at near ties; bfloat16 rounds to 2^-9 at some tens of places."""
-    converted(write_hub(build(name), tmp_path / "hub"), dtype="bfloat16")
+def test_bfloat16_engines_stay_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
+    """Near ties between experts, and between blocks, fall another way in bfloat16, there as here."""
+    model = build(name)
+    converted(write_hub(model, tmp_path / "hub"), dtype="bfloat16")
     options = BuildOptions(max_batch_size=3, max_seq_len=32, max_num_tokens=128)
     build_engine(tmp_path / "hub.checkpoint", tmp_path / "engine", options)
     session, c = Session(Engine.load(tmp_path / "engine", device="cpu")), case(name)
-    logits = torch.cat([absorb(session, c.ids[:, :12]), decode(session, c.ids[:, 12:32])], 1)
-    assert float((logits - c.logits[:, :32]).norm() / c.logits[:, :32].norm()) < 0.03
+    ours = torch.cat([absorb(session, c.ids[:, :12]), decode(session, c.ids[:, 12:32])], 1)
+    theirs = reference_logits(model.bfloat16(), c.ids[:, :32])
+    exact = c.logits[:, :32]
+    assert float((ours - exact).norm()) < 1.5 * float((theirs - exact).norm())
 
 
 def test_finite_time_step_limits_are_applied(tmp_path: Path) -> None:
