@@ -29,7 +29,7 @@ from trtllm_replayssm.network.tensorrt.describe import describe_network, describ
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
 
-ROWS, PROMPT, VERIFIED = 2, 7, 12
+ROWS, PROMPT, VERIFIED = 2, 21, 12
 SIZES = StepSizes(max_batch_size=4, verify_tokens=REPLAY.verify_tokens, prefill_tokens=64)
 
 
