@@ -35,6 +35,7 @@ EXPECTED = {
     "bamba_9b": (4, 116, 9.78, 9.78),
     "codestral_mamba_7b": (4, 256, 7.29, 7.29),
     "falcon_h1_0_5b": (0.75, 27, 0.521, 0.521),
+    "glm_5_3_flash": (4, 136, 313.3, 17.4),
     "granite_4_h_small": (4, 144, 32.2, 8.80),
     "kimi_linear_48b_a3b": (2, 40, 49.1, 3.48),
     "nemotron_3_nano_30b_a3b": (2, 46, 31.6, 3.58),
@@ -44,6 +45,8 @@ EXPECTED = {
     "qwen3_5_35b_a3b": (2, 60, 34.7, 3.45),
     "qwen3_5_397b_a17b": (4, 180, 396.3, 17.3),
     "qwen3_next_80b_a3b": (2, 72, 79.7, 3.87),
+    # Of the 51.2 in tables of n-grams, a token reads 16 rows.
+    "qwen3_8_flash_next": (3, 108, 176.9, 7.31),
     "ling_3_flash": (2, 70, 124.4, 5.5),
     "ling_3_tiny": (1, 18, 7.89, 1.38),
     "mamba2_2_7b": (2.5, 160, 2.70, 2.70),
@@ -70,6 +73,14 @@ def test_published_model_from_bare_config(name: str) -> None:
     assert report.total("state_bytes") == total * MIB
     assert (report.parameters - report.mtp_parameters) / 1e9 == pytest.approx(billions, rel=5e-3)
     assert report.active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_caches_of_attention_over_blocks_grow_by_a_part_of_a_row_a_token() -> None:
+    """GLM-5.3: a latent of 512 channels, and a key of 128 for four tokens, in 16 bits and 11 layers."""
+    report = inspect_model(read_subject(CONFIGS / "glm_5_3_flash.json"))
+    assert report.total("kv_bytes_per_token") == 11 * 2 * (512 + 128 // 4)
+    (attention,) = (group for group in report.layers if group.kind == "mla")
+    assert "top 512 of blocks of 4" in attention.shape
 
 
 def test_config_of_the_state_spaces_package_names_no_architecture() -> None:

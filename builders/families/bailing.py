@@ -8,6 +8,7 @@ from trtllm_replayssm.builders.families.parts import (
     kda_sources,
     listed_types,
     mla_sources,
+    numbered_mtp,
     sigmoid_moe_sources,
     swiglu_sources,
 )
@@ -208,10 +209,4 @@ class Bailing(BlueprintFamily):
         self.config.expect("num_nextn_predict_layers", 0, 1)
         if not self.wants_mtp(self.config.integer("num_nextn_predict_layers", 0), prefix):
             return None
-        return MtpBlueprint(
-            norm_embedding=f"{prefix}enorm.weight",
-            norm_hidden=f"{prefix}hnorm.weight",
-            proj=f"{prefix}eh_proj.weight",
-            final_norm=f"{prefix}final_layernorm.weight",
-            branches=self.block(self.count, "full_attention"),
-        )
+        return numbered_mtp(prefix, "final_layernorm.weight", self.block(self.count, "full_attention"))

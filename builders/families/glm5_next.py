@@ -12,7 +12,9 @@ from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFam
 from trtllm_replayssm.builders.families.config_parts import gate_bound
 from trtllm_replayssm.builders.families.parts import (
     kda_sources,
+    listed_types,
     mla_sources,
+    numbered_mtp,
     plain,
     sigmoid_moe_sources,
     swiglu_sources,
@@ -100,31 +102,25 @@ class Glm5Next(BlueprintFamily):
     # ---- which layer is what -----------------------------------------------------------------------------------------
 
     def indexed_layers(self) -> list[bool]:
-        kinds = self.one_a_layer("layer_types", ("linear_attention", *INDEXED))
+        kinds = listed_types(self.config, "layer_types", ("linear_attention", *INDEXED))
         return [kind in INDEXED for kind in kinds]
 
     def sparse_layers(self) -> list[bool]:
         config = self.config
         if "mlp_layer_types" not in config:
             return [i >= config.integer("first_k_dense_replace") for i in range(self.count)]
-        sparse = [kind == "sparse" for kind in self.one_a_layer("mlp_layer_types", ("dense", "sparse"))]
+        sparse = [kind == "sparse" for kind in listed_types(config, "mlp_layer_types", ("dense", "sparse"))]
         first = sparse.index(True) if True in sparse else self.count
         if config.integer("first_k_dense_replace", first) != first:
             raise config.fail("first_k_dense_replace", f"does not fit mlp_layer_types, whose first {first} are dense")
         return sparse
-
-    def one_a_layer(self, key: str, words: tuple[str, ...]) -> list[str]:
-        kinds = self.config.get(key)
-        if not isinstance(kinds, list) or len(kinds) != self.count or any(kind not in words for kind in kinds):
-            raise self.config.fail(key, f"is missing, or not a list of {self.count} times {' or '.join(words)}")
-        return kinds
 
     def check_indexers(self, indexed: list[bool]) -> None:
         """Raises UnsupportedModelError where a layer attends to what an earlier one chose."""
         config, kinds = self.config, []
         config.ignore("index_skip_topk_offset")
         if "indexer_types" in config:
-            kinds = self.one_a_layer("indexer_types", ("full", "shared"))
+            kinds = listed_types(config, "indexer_types", ("full", "shared"))
             config.ignore("index_topk_freq", "index_topk_pattern")
         else:
             config.expect("index_topk_freq", 1)
@@ -244,13 +240,8 @@ class Glm5Next(BlueprintFamily):
         self.config.expect("num_nextn_predict_layers", 0, 1)
         if not self.wants_mtp(self.config.integer("num_nextn_predict_layers", 0), prefix):
             return None
-        return MtpBlueprint(
-            norm_embedding=f"{prefix}enorm.weight",
-            norm_hidden=f"{prefix}hnorm.weight",
-            proj=f"{prefix}eh_proj.weight",
-            final_norm=f"{prefix}shared_head.norm.weight",
-            branches=self.block(prefix, indexed=True, sparse=True, streams=False),
-        )
+        branches = self.block(prefix, indexed=True, sparse=True, streams=False)
+        return numbered_mtp(prefix, "shared_head.norm.weight", branches)
 
 
 def indexer_sources(prefix: str, indexer: PooledIndexer) -> Sources:

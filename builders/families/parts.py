@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source, conv_taps, experts, rows
-from trtllm_replayssm.builders.families.blueprint import Sources
+from trtllm_replayssm.builders.families.blueprint import Branch, MtpBlueprint, Sources
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
@@ -56,6 +56,17 @@ def expert_sources(prefix: str, count: int, up: tuple[str, ...], down: str) -> S
         "experts.up.weight": experts(*(tuple(f"{prefix}{e}.{name}.weight" for name in up) for e in range(count))),
         "experts.down.weight": experts(*((f"{prefix}{e}.{down}.weight",) for e in range(count))),
     }
+
+
+def numbered_mtp(prefix: str, final_norm: str, branches: tuple[Branch, ...]) -> MtpBlueprint:
+    """A prediction head that is spelled as one more layer. final_norm: its tensor behind ``prefix``, that of the layer."""
+    return MtpBlueprint(
+        norm_embedding=f"{prefix}enorm.weight",
+        norm_hidden=f"{prefix}hnorm.weight",
+        proj=f"{prefix}eh_proj.weight",
+        final_norm=prefix + final_norm,
+        branches=branches,
+    )
 
 
 def with_prefix(prefix: str, sources: Sources) -> Sources:
