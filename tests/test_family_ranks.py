@@ -11,14 +11,15 @@ import torch.distributed as dist
 from hf_models import MODELS, build
 from hf_spelling import write_hub
 from safetensors.torch import load_file, save_file
-from test_parity import PROMPT, absorb, case, decode
+from test_parity import absorb, case, decode
 
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
 from trtllm_replayssm.runtime.ranks import run_ranks
 from trtllm_replayssm.runtime.session import Session
 
-TOKENS = PROMPT + 6
+#: More than indexers choose from.
+PROMPT, TOKENS = 21, 27
 OPTIONS = BuildOptions(max_batch_size=2, max_seq_len=TOKENS, max_num_tokens=64)
 
 
