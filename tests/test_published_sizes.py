@@ -310,3 +310,11 @@ def test_ling_flash_limits_its_last_layers() -> None:
     dense = 2
     assert set(limits[: 34 - dense]) == {(None, None)}
     assert limits[34 - dense :] == [(None, 5.0), *[(4.0, 5.0)] * 5, *[(4.0, 7.0)] * 2]
+
+
+def test_weights_of_kimi_k3_add_up_to_its_files() -> None:
+    """1,560,860,324,864 bytes by the published index: 17 for 32 weights of routed experts, 2 for others, and a vision tower."""
+    parameters = published("kimi_k3").parameters()
+    experts = sum(p.elements for name, p in parameters.items() if ".moe.experts." in name)
+    others = sum(p.elements for p in parameters.values()) - experts
+    assert experts * 17 / 32 + others * 2 == pytest.approx(1_560_860_324_864, rel=1e-3)
