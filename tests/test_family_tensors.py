@@ -352,6 +352,7 @@ def test_a_rank_holds_what_its_layers_expect(name: str) -> None:
         ("nemotron_h_dense", 4, "2 Mamba-2 groups"),
         ("qwen3_5_text", 4, "2 GDN key heads"),
         ("kimi_linear", 3, "MLA heads|attention heads|KDA heads"),
+        ("kimi_k3", 8, "4 (MLA|KDA) heads"),
     ],
 )
 def test_heads_and_groups_are_never_torn_apart(name: str, tp_size: int, what: str, tmp_path: Path) -> None:
