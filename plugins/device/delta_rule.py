@@ -121,13 +121,13 @@ def variant(
         ("SPLIT", split),
         ("DERIVED", int(shape.derived_fold)),
         ("ALIGNED", int(aligned)),
-        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, state, read_tokens)),
+        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, read_tokens)),
         *shape.macros,
     )
     return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
 
 
-def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int) -> int:
+def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, read_tokens: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers.
 
     A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
@@ -138,7 +138,7 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
         return 2
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
-    return 2 if activation == torch.float32 or (shape.per_channel and state.itemsize == 2) else 3
+    return 2 if activation == torch.float32 or shape.per_channel else 3
 
 
 def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
