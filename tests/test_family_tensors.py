@@ -202,6 +202,8 @@ def cut(tensor: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
     return lambda config, tensors: tensors.update({tensor: tensors[tensor][:-1].clone()})
 
 
+#: Layers of GLM-5.3.
+GLM = "model.language_model.layers."
 #: Of the first layer of Kimi-K3.
 K3_DECAYS = "language_model.model.layers.0.self_attn.A_log"
 
@@ -237,6 +239,8 @@ def says(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], 
         ("bamba", says("attn_layer_indices", [0]), "lacks"),
         ("olmo_hybrid", cut("model.layers.0.linear_attn.v_conv1d.weight"), "v_conv1d"),
         ("olmo_hybrid", says("linear_value_head_dim", 12), "o_norm"),
+        ("glm5_next", transposed(f"{GLM}3.self_attn.indexer.index_kpool_compress_ape"), "compress_ape"),
+        ("glm5_next", lambda c, t: t.update({f"{GLM}0.hc_attn_scale": torch.ones(4)}), "hc_attn_scale"),
         ("lara_mini", cut("model.layers.0.linear_attn.in_proj.weight"), "in_proj"),
         ("lara_mini", says("layer_types", ["linear_attention"] * 5), "lacks"),
         ("kimi_linear", says("kv_lora_rank", 16), "kv_a"),

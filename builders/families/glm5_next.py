@@ -226,7 +226,7 @@ class Glm5Next(BlueprintFamily):
         sizes = self.streams.sizes
 
         def scaled(weight: Tensor, scale: Tensor) -> Tensor:
-            rows = torch.cat([part.expand(size) for part, size in zip(scale.float().split(1), sizes)])
+            rows = torch.cat([part.expand(size) for part, size in zip(scale.float().split(1), sizes, strict=True)])
             return weight.float() * rows[:, None]
 
         return {
@@ -248,5 +248,11 @@ def indexer_sources(prefix: str, indexer: PooledIndexer) -> Sources:
     names = {"q": "wq_b", "k": "wk", "head": "weights_proj", "norm": "k_norm"}
     sources = plain(prefix, {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()})
     sources |= plain(prefix, {"norm.bias": "k_norm.bias", "gate.weight": "index_kpool_compress_gate"})
-    position = Source((f"{prefix}index_kpool_compress_ape",), lambda position: position.T.flatten())
+
+    def by_channel(position: Tensor) -> Tensor:
+        if position.shape != (indexer.block, indexer.head_dim):
+            raise ValueError("its parts could not be told apart once they stand behind each other")
+        return position.T.flatten()
+
+    position = Source((f"{prefix}index_kpool_compress_ape",), by_channel)
     return sources | {"position.weight": position, "taps.weight": Source((), indexer.delays)}
