@@ -12,7 +12,8 @@ constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int BLOCKS = CHUNK / 8;
 constexpr int PAIRS = KEY_DIM / 16;
 constexpr int ENTRY_LANES = THREADS / CHUNK;  // threads that stage an entry
-constexpr bool CHUNKED = WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0;
+// Wider keys would leave a thread too few registers beside the state.
+constexpr bool CHUNKED = WIDE && !DERIVED && KEY_DIM <= 192 && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0;
 
 constexpr bool NARROW = !PER_CHANNEL && sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
 template <bool>
