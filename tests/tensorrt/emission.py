@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ from trtllm_replayssm.replay import ReplayConfig
 REPLAY = ReplayConfig(window=8, max_draft_len=3)
 #: 125 + 3 drafts: cache rows whose bytes TensorRT can bind.
 MAX_SEQ_LEN = 125
+
+
+@cache
+def quiet(trt: Any) -> Any:
+    """One log for all builders of the process: TensorRT keeps what it is given first, however long that builder lives."""
+    return trt.Logger(trt.Logger.ERROR)
 
 
 def rtx() -> TensorRT:
@@ -94,7 +101,7 @@ class Emission:
         model: Callable[[HybridDecoder, StateOptions], StepModel] = step_model,
     ) -> Emission:
         tensorrt = tensorrt or rtx()
-        builder = tensorrt.module.Builder(tensorrt.module.Logger(tensorrt.module.Logger.ERROR))
+        builder = tensorrt.module.Builder(quiet(tensorrt.module))
         network, plugins = tensorrt.create_network(builder), RecordedPlugins(whole)
         options = StateOptions(replay, dtype, max_seq_len)
         weights = weights or make_weights(decoder, dtype)

@@ -162,6 +162,26 @@ def test_build_can_be_stopped() -> None:
         Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, report=lambda phase, done, total: done == 0)
 
 
+def test_ctrl_c_stops_the_build() -> None:
+    """TensorRT swallows what a monitor raises, and Python raises Ctrl-C in whatever it runs first."""
+
+    def report(phase: str, done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, report=report)
+
+
+def test_plugins_may_declare_aliases_where_they_do() -> None:
+    """TensorRT refuses to build them without its preview feature."""
+    emission = Emission.of(one(Mlp(48, "relu2")))
+    feature = emission.tensorrt.module.PreviewFeature.ALIASED_PLUGIN_IO_10_03
+    for wanted in (False, True):
+        config = PlanOptions((8, 9), aliased_plugins=wanted).config(emission.tensorrt, emission.builder)
+        assert config.get_preview_feature(feature) is wanted
+
+
 @pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX")
 def test_timing_cache(tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
@@ -169,6 +189,14 @@ def test_timing_cache(tmp_path: Path) -> None:
     assert cache.stat().st_size > 0
     assert [path.name for path in tmp_path.iterdir()] == [cache.name]
     Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, input_timing_cache=cache)
+
+
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX")
+def test_timing_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder cannot be written: Is a directory"):
+        Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, output_timing_cache=tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_missing_timing_cache_is_refused(tmp_path: Path) -> None:

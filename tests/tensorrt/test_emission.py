@@ -23,6 +23,7 @@ from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.network.base import Rope
+from trtllm_replayssm.network.tensorrt import experts
 from trtllm_replayssm.network.tensorrt.build import StepSizes
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS, RowMode, Step
@@ -134,19 +135,40 @@ def test_earlier_versions_equal_torch(kind: str, missing: str) -> None:
     drive(Emission.of(one(LAYERS[kind]), tensorrt=without(rtx(), **{missing: False})))
 
 
-def test_native_experts_equal_torch() -> None:
-    decoder = one(LAYERS["moe by softmax, gated shared expert"])
-    emission = Emission.of(decoder, capability=(10, 0))
-    kinds = [emission.step.network.get_layer(i).type.name for i in range(emission.step.network.num_layers)]
-    assert kinds.count("MOE") == 1
+def native_experts(emission: Emission) -> int:
+    network = emission.step.network
+    return [network.get_layer(i).type.name for i in range(network.num_layers)].count("MOE")
+
+
+def test_native_experts_equal_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which TensorRT is not asked for, to see more than 16 bits show."""
+    monkeypatch.setattr(experts, "NATIVE_DTYPES", (torch.float32,))
+    emission = Emission.of(one(LAYERS["moe by softmax, gated shared expert"]), capability=(10, 0))
+    assert native_experts(emission) == 1
     drive(emission)
 
 
 @pytest.mark.parametrize("layer", ["moe by sigmoid, in groups, limited", "moe in latent space"])
 def test_native_experts_are_not_used_where_they_would_compute_something_else(layer: str) -> None:
-    emission = Emission.of(one(LAYERS[layer]), capability=(10, 0))
-    kinds = [emission.step.network.get_layer(i).type.name for i in range(emission.step.network.num_layers)]
-    assert "MOE" not in kinds
+    assert native_experts(Emission.of(one(LAYERS[layer]), torch.bfloat16, capability=(10, 0))) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "count"),
+    [
+        (torch.bfloat16, (10, 3), 1),
+        (torch.float16, (10, 0), 1),
+        (torch.float32, (10, 3), 0),
+        (torch.bfloat16, (9, 0), 0),
+        (torch.bfloat16, (12, 0), 0),
+        (torch.bfloat16, None, 0),
+    ],
+)
+def test_native_experts_are_used_where_there_are_kernels_for_them(
+    dtype: torch.dtype, capability: tuple[int, int] | None, count: int
+) -> None:
+    layer = one(LAYERS["moe by softmax, gated shared expert"])
+    assert native_experts(Emission.of(layer, dtype, capability=capability)) == count
 
 
 def test_experts_of_more_tokens_than_a_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from stand_in import Builder, CudaEngine
 
 from trtllm_replayssm import compat
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.errors import CheckpointError, EngineError
+from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.runtime.engine import Engine
@@ -140,6 +141,21 @@ def test_a_build_that_is_stopped_leaves_nothing(small: Pair, monkeypatch: pytest
         small.build()
     assert {path.name: path.read_bytes() for path in small.folder.iterdir()} == before
     assert sorted(path.name for path in small.folder.parent.iterdir()) == ["checkpoint", "tensorrt"]
+
+
+def test_declared_aliases_reach_the_builder(tmp_path: Path) -> None:
+    decoder, feature = synthetic.decoder(synthetic.LAYERS[:1]), rtx().module.PreviewFeature.ALIASED_PLUGIN_IO_10_03
+    for declared in (False, True):
+        pair = Pair(tmp_path / str(declared), decoder, aliased_state=declared)
+        assert [config.get_preview_feature(feature) for config in pair.stand_in.configs] == [declared]
+
+
+def test_a_timing_cache_that_cannot_be_written_is_refused_before_the_build(small: Pair, tmp_path: Path) -> None:
+    small.options = replace(small.options, plan=PlanOptions(output_timing_cache=tmp_path / "none" / "timing.cache"))
+    builds = len(small.stand_in.configs)
+    with pytest.raises(UserError, match=r"timing\.cache cannot be written: .*none is not a folder"):
+        small.build()
+    assert len(small.stand_in.configs) == builds
 
 
 def test_stripped_plans_are_given_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,9 @@ def test_every_layer_kind_is_recorded_as_tensorrt_describes_it(dtype: torch.dtyp
 
 def test_native_experts_and_collectives_are_recorded_as_tensorrt_describes_them() -> None:
     moe = HybridDecoder(50, 32, 1e-5, (LAYERS["moe by softmax, gated shared expert"],))
-    weights = make_weights(moe, torch.float32)
-    genuine = Emission.of(moe, weights=weights, capability=(10, 0))
-    assert tables(record(moe, weights, CutPlugins(), capability=(10, 0))) == tables(genuine.step)
+    weights = make_weights(moe, torch.bfloat16)
+    genuine = Emission.of(moe, torch.bfloat16, weights=weights, capability=(10, 0))
+    assert tables(record(moe, weights, CutPlugins(), torch.bfloat16, (10, 0))) == tables(genuine.step)
     half = DECODER.divided(2)
     weights = make_weights(half, torch.float32)
     genuine = Emission.of(half, weights=weights, tp_size=2)

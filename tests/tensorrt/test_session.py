@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,14 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu
 
 from engine_pair import TOLERANCE, Pair, Sessions, tokens
 from lean_runtime import missing, tensorrt_bindings
-from stand_in import INTERFACES, OWN, CudaEngine
+from stand_in import INTERFACES, OWN, Context, CudaEngine, Runtime
 from torch import Tensor
 
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.tensorrt import engine as loading
+from trtllm_replayssm.runtime.tensorrt import plan
 from trtllm_replayssm.runtime.tensorrt.plan import Execution
 from trtllm_replayssm.runtime.tensorrt.steps import PlanSteps
 
@@ -214,6 +218,44 @@ def test_a_step_that_does_not_fit_into_memory_is_refused(pair: Pair, monkeypatch
     with pytest.raises(EngineError, match=r"needs 1024 TiB to work in, but cpu has \S+ \S+ free") as error:
         Session(engine)
     assert "--max_num_tokens" in error.value.hint
+
+
+def test_plans_are_loaded_and_prepared_on_their_device(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT takes the device that is CUDA's current one, which need not be the engine's."""
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def watched(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def call(*args: Any) -> Any:
+            assert inside == [torch.device("cpu")], name
+            return real(*args)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for module in (loading, plan):
+        monkeypatch.setattr(module, "made_current", made_current)
+    watched(Runtime, "deserialize_cuda_engine")
+    watched(CudaEngine, "create_execution_context")
+    watched(Context, "set_optimization_profile_async")
+    Session(pair.load(monkeypatch)).step(tokens(1, 1, 0))
+    assert inside == []
+
+
+def test_shapes_that_tensorrt_refuses_together_are_one_sentence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def infer_shapes(context: Context) -> list[str]:
+        raise RuntimeError("inferShapes failed")
+
+    session = Session(pair.load(monkeypatch))
+    monkeypatch.setattr(Context, "infer_shapes", infer_shapes)
+    with pytest.raises(EngineError, match="the engine does not take these shapes together: "):
+        session.step(tokens(1, 1, 0))
 
 
 # ---- logits of prefills ----------------------------------------------------------------------------------------------

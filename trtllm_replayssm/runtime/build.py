@@ -16,6 +16,7 @@ from trtllm_replayssm.builders.staging import check_folders, check_space, own_co
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.network.tensorrt.options import Report
 from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
+from trtllm_replayssm.runtime.files import check_writable
 from trtllm_replayssm.runtime.rank_files import (
     NO_FINGERPRINT,
     RANK_FORMAT,
@@ -57,6 +58,8 @@ def build_engine(
     if config.engine_flavour == "tensorrt":
         # Before a folder is made: most machines cannot.
         target = target or this_machine(options.aliased_state, options.debug_plugins)
+        if options.plan.output_timing_cache is not None:
+            check_writable(options.plan.output_timing_cache)
     with staged_folder(output) as folder:
         if target is not None and config.engine_flavour == "tensorrt":
             config = write_plans(source, folder, config, options, target, phases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -35,6 +36,11 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if where.type != "cpu":
         raise EngineError(f"device {where} is not supported", "use cpu, cuda or cuda:N")
     return where
+
+
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """The device as CUDA's current one inside a block, for libraries that take whichever is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def available_bytes(device: torch.device) -> int | None:

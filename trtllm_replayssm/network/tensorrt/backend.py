@@ -279,7 +279,8 @@ class TensorRTNetwork(Network):
         limit: Limit,
     ) -> Tensor:
         e, matrices = self.emitter, (self.constant(up), self.constant(down))
-        if native_fits(e, self.capability, activation, limit):
+        dtypes = {e.dtype(x), up.memory.dtype, down.memory.dtype}
+        if native_fits(e, self.capability, dtypes, activation, limit):
             return native_experts(e, x, indices, weights, *matrices)
 
         def hidden(rows: Tensor) -> Tensor:

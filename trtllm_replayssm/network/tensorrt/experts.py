@@ -14,9 +14,18 @@ from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 BLOCK = 128
 
 
-def native_fits(e: Emitter, capability: tuple[int, int] | None, activation: str, limit: Limit) -> bool:
-    """The native layer knows SwiGLU only, does not say what exactly its limit clamps, and runs on few devices."""
-    suits = activation == "swiglu" and limit is None
+#: Dtypes that fused kernels of experts are made for.
+NATIVE_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def native_fits(
+    e: Emitter, capability: tuple[int, int] | None, dtypes: set[torch.dtype], activation: str, limit: Limit
+) -> bool:
+    """The native layer knows SwiGLU only, does not say what exactly its limit clamps, and runs on few devices.
+
+    dtypes: of tokens and weights. TensorRT does not state which it takes; one of 16 bits is asked of it, and no mixture.
+    """
+    suits = activation == "swiglu" and limit is None and any(dtypes == {dtype} for dtype in NATIVE_DTYPES)
     return suits and e.tensorrt.features.moe and capability is not None and capability[0] in MOE_CAPABILITIES
 
 

@@ -18,14 +18,15 @@ Report = Callable[[str, int, int], bool | None]
 class PlanOptions:
     """Names and meanings are those of ``trtllm-build`` and ``trtexec``.
 
-    capability: of the GPU, (major, minor); None for the one at hand. strip_plan: leave the weights out of the plan; they are
-    put back by a refit. weight_streaming: let the engine keep weights on the host and stream them. weight_sparsity: use
-    kernels for weights of which two in four are zero. monitor_memory: report in the log what the builder uses.
-    input_timing_cache, output_timing_cache: files of measurements, which make a second build quick and alike. report: is told
-    of progress.
+    capability: of the GPU, (major, minor); None for the one at hand. aliased_plugins: plugin layers may declare that an output
+    is the memory of an input. strip_plan: leave the weights out of the plan; they are put back by a refit. weight_streaming:
+    let the engine keep weights on the host and stream them. weight_sparsity: use kernels for weights of which two in four are
+    zero. monitor_memory: report in the log what the builder uses. input_timing_cache, output_timing_cache: files of
+    measurements, which make a second build quick and alike. report: is told of progress.
     """
 
     capability: tuple[int, int] | None = None
+    aliased_plugins: bool = False
     strip_plan: bool = False
     weight_streaming: bool = False
     weight_sparsity: bool = False
@@ -52,6 +53,9 @@ class PlanOptions:
             if wanted:
                 config.set_flag(flag)
         config.profiling_verbosity = getattr(trt.ProfilingVerbosity, self.profiling_verbosity.upper())
+        if self.aliased_plugins:
+            # Without it the builder refuses plugins that declare aliases.
+            config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         tensorrt.set_capability(config, self.capability)
         if self.report is not None:
             config.progress_monitor = progress_monitor(trt, self.report)
@@ -73,12 +77,18 @@ class PlanOptions:
             )
 
     def save_timing_cache(self, config: Any) -> None:
-        """Write what a build has measured, whole or not at all."""
-        if self.output_timing_cache is None:
+        """Write what a build has measured, whole or not at all. Raises UserError when it cannot be written."""
+        path = self.output_timing_cache
+        if path is None:
             return
-        temporary = self.output_timing_cache.with_name(self.output_timing_cache.name + ".part")
-        temporary.write_bytes(bytes(config.get_timing_cache().serialize()))
-        temporary.replace(self.output_timing_cache)
+        temporary = path.with_name(f".{path.name}.part")
+        try:
+            temporary.write_bytes(config.get_timing_cache().serialize())
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"the timing cache {path} cannot be written: {error.strerror}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def progress_monitor(trt: Any, report: Report) -> Any:
@@ -88,17 +98,26 @@ def progress_monitor(trt: Any, report: Report) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.totals: dict[str, int] = {}
+            #: What went wrong in here: TensorRT stops at the next step, and loses what is raised.
+            self.fault: BaseException | None = None
+
+        def told(self, phase_name: str, done: int, total: int) -> bool:
+            try:
+                return report(phase_name, done, total) is not False
+            except BaseException as fault:  # Ctrl-C arrives here, too
+                self.fault = self.fault or fault
+                return False
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self.totals[phase_name] = num_steps
-            report(phase_name, 0, num_steps)
+            self.told(phase_name, 0, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            total = self.totals[phase_name]
-            return report(phase_name, min(step + 1, total), total) is not False
+            total = self.totals.get(phase_name, step + 1)
+            return self.told(phase_name, min(step + 1, total), total) and self.fault is None
 
         def phase_finish(self, phase_name: str) -> None:
-            total = self.totals.pop(phase_name)
-            report(phase_name, total, total)
+            total = self.totals.pop(phase_name, 0)
+            self.told(phase_name, total, total)
 
     return Monitor()

@@ -28,7 +28,7 @@ def update_block_cache(e: Emitter, where: StepPositions, cache: Tensor, x: Tenso
     token = e.binary("MIN", token, e.reshape(last, (1, 1)))
     kept = e.gather(x, token, 1, shared_axes=1)
     start = where.row_of(first, cache.shape[2], count)
-    # Not by the native layer: builders do not come to an end over updates of another length than T.
+    # Not by the native layer: over updates of another length than T, TensorRT-RTX 1.7 crashes or does not come to an end.
     return scatter_rows(e, cache, e.transpose(e.cast(kept, e.dtype(cache)), (0, 2, 1, 3)), start, count)
 
 

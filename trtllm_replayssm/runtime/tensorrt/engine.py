@@ -17,7 +17,7 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.plugins.implementation import Implementation
 from trtllm_replayssm.plugins.tensorrt.quick import register_plugins
-from trtllm_replayssm.runtime.devices import check_memory
+from trtllm_replayssm.runtime.devices import check_memory, made_current
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.engine_config import REBUILD, EngineConfig
 from trtllm_replayssm.runtime.tensorrt.models import plan_file, plan_models, state_file
@@ -70,12 +70,13 @@ def load_plans(
     log = tensorrt_log(tensorrt.module)
     if record.just_in_time:
         register_plugins(tensorrt)
-    runtime = tensorrt.module.Runtime(log)
-    cuda_engines = {plan: deserialised(path, runtime, log) for plan, path in paths.items()}
-    for plan, cuda_engine in cuda_engines.items():
-        if record.weight_streaming:
-            cuda_engine.weight_streaming_budget_v2 = cuda_engine.get_weight_streaming_automatic_budget()
-        check_tensors(paths[plan], cuda_engine, config, plan)
+    with made_current(device):
+        runtime = tensorrt.module.Runtime(log)
+        cuda_engines = {plan: deserialised(path, runtime, log) for plan, path in paths.items()}
+        for plan, cuda_engine in cuda_engines.items():
+            if record.weight_streaming:
+                cuda_engine.weight_streaming_budget_v2 = cuda_engine.get_weight_streaming_automatic_budget()
+            check_tensors(paths[plan], cuda_engine, config, plan)
     state = folder / state_file(rank)
     weights = load_file(state, device=str(device)) if state.name in record.files else {}
     return TensorRTEngine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
-from trtllm_replayssm.runtime.devices import available_bytes
+from trtllm_replayssm.runtime.devices import available_bytes, made_current
 from trtllm_replayssm.runtime.tensorrt.communicator import communicator
 
 #: Bytes to whose multiples TensorRT wants addresses aligned.
@@ -61,18 +61,20 @@ class Plan:
 
     def context(self, profile: int) -> Any:
         """A new execution context for a profile, on the shared memory. Raises EngineError when TensorRT refuses."""
-        trt = self.tensorrt.module
-        context = self.cuda_engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if context is None:
-            self.refuse("TensorRT cannot prepare the engine for execution")
-        context.set_device_memory(self.memory.data_ptr(), self.memory.numel())
-        if not context.set_optimization_profile_async(profile, self.stream_handle):
-            self.refuse(f"the engine has no profile {profile}")
-        if self.communicator is not None and not context.set_communicator(self.communicator):
-            self.refuse("TensorRT does not take the ranks' communicator")
+        strategy = self.tensorrt.module.ExecutionContextAllocationStrategy.USER_MANAGED
+        tensorrt_log(self.tensorrt.module).forget()
+        with made_current(self.device):
+            context = self.cuda_engine.create_execution_context(strategy)
+            if context is None:
+                self.refuse("TensorRT cannot prepare the engine for execution")
+            context.set_device_memory(self.memory.data_ptr(), self.memory.numel())
+            if not context.set_optimization_profile_async(profile, self.stream_handle):
+                self.refuse(f"the engine has no profile {profile}")
+            if self.communicator is not None and not context.set_communicator(self.communicator):
+                self.refuse("TensorRT does not take the ranks' communicator")
         return context
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         raise EngineError(f"{what}: {tensorrt_log(self.tensorrt.module).first_error()}")
 
 
@@ -107,7 +109,11 @@ class Execution:
         for name, source in plan.aliases.items():
             if tensors[source].data_ptr() != tensors[name].data_ptr():
                 plan.refuse(f"{name} must be bound to the address of {source}")
-        if unknown := context.infer_shapes():
+        try:
+            unknown = context.infer_shapes()
+        except RuntimeError:
+            plan.refuse("the engine does not take these shapes together")
+        if unknown:
             plan.refuse(f"the engine wants to know more about {', '.join(unknown)}")
 
     def run(self) -> None:

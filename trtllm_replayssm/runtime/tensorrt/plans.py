@@ -131,7 +131,7 @@ def write_plans(
     Raises EngineError or UserError; see ``build_plan``.
     """
     sizes = step_sizes(config, options.opt_num_tokens, options.gather_context_logits)
-    settings = replace(options.plan, capability=target.capability, report=phases)
+    settings = replace(options.plan, capability=target.capability, aliased_plugins=options.aliased_state, report=phases)
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for rank in range(config.world_size):
         for name, step, builder in emitted_plans(checkpoint_dir, config, rank, target):

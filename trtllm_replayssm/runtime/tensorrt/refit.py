@@ -49,7 +49,7 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
             for name, step, _ in emitted_plans(checkpoint_dir, config, rank, target):
                 cuda_engine = deserialised(engine_dir / name, runtime, log)
                 refit(tensorrt, cuda_engine, step, engine_dir / name)
-                (folder / name).write_bytes(serialised(tensorrt, cuda_engine))
+                (folder / name).write_bytes(serialised(tensorrt, cuda_engine, engine_dir / name))
             write_state(checkpoint_dir, config, rank, folder)
         config = recorded(config, replace(record, stripped=False), folder)
         for name in TOKENIZER_FILES:
@@ -74,8 +74,12 @@ def refit(tensorrt: TensorRT, cuda_engine: Any, step: EmittedStep, path: Path) -
         raise EngineError(f"{path} cannot be given its weights: {log.first_error()}")
 
 
-def serialised(tensorrt: TensorRT, cuda_engine: Any) -> Any:
-    """The plan with its weights."""
+def serialised(tensorrt: TensorRT, cuda_engine: Any, path: Path) -> Any:
+    """The plan with its weights. Raises EngineError when TensorRT does not give it."""
     serialization = cuda_engine.create_serialization_config()
     serialization.clear_flag(tensorrt.module.SerializationFlag.EXCLUDE_WEIGHTS)
-    return cuda_engine.serialize_with_config(serialization)
+    content = cuda_engine.serialize_with_config(serialization)
+    if content is None:
+        reason = tensorrt_log(tensorrt.module).first_error()
+        raise EngineError(f"{path} cannot be written with its weights: {reason}")
+    return content
