@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.timing import Timer
 from trtllm_replayssm.plugins.compiler import architecture, compile_kernel
-from trtllm_replayssm.plugins.device.experts import Tile, experts, linear_kernel, tile_for
+from trtllm_replayssm.plugins.device.experts import NO_LIMITS, Tile, experts, linear_kernel, tile_for
 
 #: experts, chosen of them, hidden size, inner size, activation
 MODELS = {"nano": (128, 6, 2688, 1856, "relu2"), "qwen": (256, 8, 2048, 512, "swiglu")}
@@ -60,17 +60,19 @@ def main() -> None:
             with ThreadPoolExecutor(16) as pool:
                 for tile in tried:
                     pool.submit(
-                        compile_kernel, linear_kernel(bf16, inner, width, tile, activation, None, top_k, True), arch
+                        compile_kernel,
+                        linear_kernel(bf16, inner, width, tile, activation, NO_LIMITS, top_k, True),
+                        arch,
                     )
                     pool.submit(
-                        compile_kernel, linear_kernel(bf16, width, inner, tile, "none", None, top_k, False), arch
+                        compile_kernel, linear_kernel(bf16, width, inner, tile, "none", NO_LIMITS, top_k, False), arch
                     )
             x = torch.randn(tokens, width, device="cuda").to(bf16)
             indices = torch.rand(tokens, count, device="cuda").topk(top_k, -1).indices.int()
             weights = torch.rand(tokens, top_k, device="cuda")
             read = len(indices.unique()) * (rows + inner) * width * 2
             for tile in tried:
-                given = [(x, indices, weights, up, down, activation, None, tile) for up, down in layers]
+                given = [(x, indices, weights, up, down, activation, NO_LIMITS, tile) for up, down in layers]
                 runs = [partial(experts, *arguments) for arguments in given]
                 time = timer.captured(runs)()
                 floor = read / bandwidth * 1e-6

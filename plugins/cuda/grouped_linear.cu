@@ -5,18 +5,18 @@
 // the cache by the others. The matrix is the left operand of the tensor cores, so that few pairs waste little: a decode step has a handful
 // of them for each expert and is bound by reading the matrices. Tiles of DEPTH_TILE contracted elements pass through a ring
 // of STAGES; every row of a tile is 128 bytes, of which the 16-byte pieces are swapped by the row's number, so that neither
-// the copies nor ldmatrix meet bank conflicts. With SWIGLU half of a block's rows are gates and half are their factors.
+// the copies nor ldmatrix meet bank conflicts. With GATED half of a block's rows are gates and half are their factors.
 //
 // Macros: ACT (16 bits), OUTER (rows of y: those of W, or half of them), DEPTH, WARPS, TALL, COLUMNS, STAGES, SHARES,
-// ACTIVATION (0 none, 1 relu2, 2 swiglu), LIMIT (of swiglu; infinite where it has none), TOP_K, GATHER (x has a row for each token, of which a
-// pair is token * TOP_K + choice; otherwise for each sorted pair), SCATTER (y has a row for each pair, otherwise each sorted
-// pair).
+// ACTIVATION (0 none, 1 relu2; of network/gated.py 2 swiglu, 3 clamped_swiglu, 4 situ), GATE_LIMIT, LIMIT (of gates and of their
+// factors; infinite where they have none), TOP_K, GATHER (x has a row for each token, of which a pair is token * TOP_K + choice;
+// otherwise for each sorted pair), SCATTER (y has a row for each pair, otherwise each sorted pair).
 #include "async_copy.cuh"
 #include "mma.cuh"
 #include "scalars.cuh"
 
-constexpr bool SWIGLU = ACTIVATION == 2;
-constexpr int THREADS = 32 * WARPS, WEIGHT_ROWS = 16 * TALL * WARPS, OUT_ROWS = SWIGLU ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;
+constexpr bool GATED = ACTIVATION >= 2;
+constexpr int THREADS = 32 * WARPS, WEIGHT_ROWS = 16 * TALL * WARPS, OUT_ROWS = GATED ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;
 constexpr int DEPTH_TILE = 64, PIECES = 8;  // 16-byte pieces of a row of a tile
 constexpr int TILES = (DEPTH + DEPTH_TILE - 1) / DEPTH_TILE;
 // Bounds a thread's registers; what more columns need is worth more than a second block.
@@ -37,7 +37,7 @@ __device__ __forceinline__ int piece_at(int row, int piece) { return row * DEPTH
 
 // The row of W that a block's row stands for, -1 beyond the last.
 __device__ __forceinline__ int weight_row(int first, int row) {
-    const bool factor = SWIGLU && row >= OUT_ROWS;
+    const bool factor = GATED && row >= OUT_ROWS;
     const int at = first + (factor ? row - OUT_ROWS : row);
     return at >= OUTER ? -1 : factor ? OUTER + at : at;
 }
@@ -45,6 +45,15 @@ __device__ __forceinline__ int weight_row(int first, int row) {
 __device__ __forceinline__ float activated(float x) {
     const float positive = fmaxf(x, 0.0f);
     return ACTIVATION == 1 ? positive * positive : x;
+}
+
+// Near x around 0, and within -limit and limit.
+__device__ __forceinline__ float softened(float x, float limit) { return isinf(limit) ? x : limit * tanhf(x / limit); }
+
+__device__ __forceinline__ float gated(float gate, float factor) {
+    if (ACTIVATION == 4) return softened(gate, GATE_LIMIT) * sigmoid(gate) * softened(factor, LIMIT);
+    const float open = ACTIVATION == 3 ? silu(fminf(gate, GATE_LIMIT)) : fminf(silu(gate), GATE_LIMIT);
+    return open * fmaxf(fminf(factor, LIMIT), -LIMIT);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
@@ -55,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     if (expert < 0) return;
     const int begin = expert ? ends[expert - 1] : 0, end = ends[expert], first = blockIdx.x / SHARES * OUT_ROWS;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const ACT* matrix = weight + i64(expert) * (SWIGLU ? 2 : 1) * OUTER * DEPTH;
+    const ACT* matrix = weight + i64(expert) * (GATED ? 2 : 1) * OUTER * DEPTH;
 
     for (int base = begin + blockIdx.x % SHARES * COLUMNS; base < end; base += SHARES * COLUMNS) {
         const int columns = min(COLUMNS, end - base);
@@ -127,13 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             const int c = piece / (OUT_ROWS / 8), at = piece % (OUT_ROWS / 8) * 8;
             if (first + at >= OUTER) continue;
             auto result = *reinterpret_cast<const vec<ACT, 8>*>(tiles + c * OUT_STRIDE + at);
-            if (SWIGLU) {
+            if (GATED) {
                 const auto factors = *reinterpret_cast<const vec<ACT, 8>*>(tiles + c * OUT_STRIDE + OUT_ROWS + at);
 #pragma unroll
-                for (int v = 0; v < 8; ++v) {
-                    const float gate = fminf(silu(to_float(result.v[v])), LIMIT), factor = to_float(factors.v[v]);
-                    result.v[v] = from_float<ACT>(gate * fmaxf(fminf(factor, LIMIT), -LIMIT));
-                }
+                for (int v = 0; v < 8; ++v)
+                    result.v[v] = from_float<ACT>(gated(to_float(result.v[v]), to_float(factors.v[v])));
             }
             const i64 row = SCATTER ? order[base + c] : base + c;
             *reinterpret_cast<vec<ACT, 8>*>(y + row * OUTER + first + at) = result;

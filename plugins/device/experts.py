@@ -17,14 +17,19 @@ from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch
 
 #: Most experts that ``route`` gives a token, and most experts of a layer.
-MOST_CHOICES, MOST_EXPERTS = 32, 512
+MOST_CHOICES, MOST_EXPERTS = 32, 1024
 #: ACTIVATION of grouped_linear.cu.
-ACTIVATIONS = ("none", "relu2", "swiglu")
+ACTIVATIONS = ("none", "relu2", "swiglu", "clamped_swiglu", "situ")
+#: Of them, those whose first matrix has gate rows and up rows.
+GATED = ACTIVATIONS[2:]
 #: Blocks that divide the pairs of an expert among them, at most.
 MOST_SHARES = 4
 #: Contracted elements of a tile of grouped_linear.cu.
 DEPTH_TILE = 64
 INFINITE = "__int_as_float(0x7f800000)"
+#: Bounds of gates and of their factors, None for none.
+Limits = tuple[float | None, float | None]
+NO_LIMITS: Limits = (None, None)
 
 
 def route(
@@ -111,10 +116,13 @@ def experts(
     up: Tensor,
     down: Tensor,
     activation: str,
-    limit: float | None,
+    limits: Limits = NO_LIMITS,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See Network.experts, for 16-bit x ``[tokens, D]``, indices int32 and weights float32 ``[tokens, k]``."""
+    """See Network.experts, for 16-bit x ``[tokens, D]``, indices int32 and weights float32 ``[tokens, k]``.
+
+    limits: of gates and of their factors.
+    """
     (tokens, width), top_k, count = x.shape, indices.shape[1], up.shape[0]
     pairs, inner, x = tokens * top_k, down.shape[2], x.contiguous()
     order, ends, active = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, count, count))
@@ -125,9 +133,9 @@ def experts(
     sorted_pairs = (order, ends, active)
     # No expert has more pairs than there are tokens.
     shares = max(1, min(MOST_SHARES, -(-tokens // shape.columns)))
-    kernel = linear_kernel(x.dtype, inner, width, shape, activation, limit, top_k, True, shares)
+    kernel = linear_kernel(x.dtype, inner, width, shape, activation, limits, top_k, True, shares)
     launch(Launch(kernel, (blocks(kernel), most, 1)), (x, up, *sorted_pairs), (hidden,))
-    kernel = linear_kernel(x.dtype, width, inner, shape, "none", None, top_k, False, shares)
+    kernel = linear_kernel(x.dtype, width, inner, shape, "none", NO_LIMITS, top_k, False, shares)
     launch(Launch(kernel, (blocks(kernel), most, 1)), (hidden, down, *sorted_pairs), (products,))
     return weighted_sum(products, weights)
 
@@ -157,12 +165,13 @@ def linear_kernel(
     depth: int,
     tile: Tile,
     activation: str,
-    limit: float | None,
+    limits: Limits,
     top_k: int,
     gather: bool,
     shares: int = MOST_SHARES,
 ) -> Kernel:
     """gather: the product that reads tokens; otherwise the one that writes a row for each pair. shares: see the source."""
+    gate_limit, limit = (INFINITE if bound is None else f"{float(bound)!r}f" for bound in limits)
     defines = (
         ("ACT", CUDA_TYPES[dtype]),
         ("OUTER", outer),
@@ -173,7 +182,8 @@ def linear_kernel(
         ("STAGES", tile.stages),
         ("SHARES", shares),
         ("ACTIVATION", ACTIVATIONS.index(activation)),
-        ("LIMIT", INFINITE if limit is None else f"{float(limit)!r}f"),
+        ("GATE_LIMIT", gate_limit),
+        ("LIMIT", limit),
         ("TOP_K", top_k),
         ("GATHER", int(gather)),
         ("SCATTER", int(not gather)),
@@ -186,10 +196,7 @@ def blocks(kernel: Kernel) -> int:
     """Blocks of one expert."""
     macros = dict(kernel.defines)
     rows = (
-        16
-        * int(macros["WARPS"])
-        * int(macros["TALL"])
-        // (2 if macros["ACTIVATION"] == ACTIVATIONS.index("swiglu") else 1)
+        16 * int(macros["WARPS"]) * int(macros["TALL"]) // (2 if ACTIVATIONS[int(macros["ACTIVATION"])] in GATED else 1)
     )
     return -(-int(macros["OUTER"]) // rows) * int(macros["SHARES"])
 
@@ -201,19 +208,22 @@ def suited(x: Tensor, up: Tensor, down: Tensor, top_k: int) -> bool:
 
 
 def variants() -> list[Kernel]:
-    """Nemotron-3 Nano and Qwen3.5-35B at every tile, Ling's groups, and Super's many choices."""
+    """Nemotron-3 Nano and Qwen3.5-35B at every tile, Ling's groups, Super's many choices, GLM-5.3's clamps, and Kimi-K3."""
     bf16, tiles = torch.bfloat16, TILES
     return [
         route_kernel(128, 6, "sigmoid", 1, 1, True, True, 2.5),
         route_kernel(256, 8, "softmax", 1, 1, False, True, 1.0),
         route_kernel(512, 8, "sigmoid", 8, 4, True, True, 2.5),
         route_kernel(512, 22, "sigmoid", 1, 1, True, True, 5.0),
+        route_kernel(896, 16, "sigmoid", 1, 1, True, True, 1.0),
         order_kernel(128),
-        order_kernel(512),
+        order_kernel(896),
         sum_kernel(bf16, 2688, 6),
         sum_kernel(torch.float16, 2048, 8),
-        *(linear_kernel(bf16, 1856, 2688, tile, "relu2", None, 6, True) for tile in tiles),
-        *(linear_kernel(bf16, 2688, 1856, tile, "none", None, 6, False) for tile in tiles),
-        *(linear_kernel(bf16, 512, 2048, tile, "swiglu", None, 8, True) for tile in tiles),
-        linear_kernel(torch.float16, 768, 2560, tiles[1], "swiglu", 7.0, 8, True),
+        *(linear_kernel(bf16, 1856, 2688, tile, "relu2", NO_LIMITS, 6, True) for tile in tiles),
+        *(linear_kernel(bf16, 2688, 1856, tile, "none", NO_LIMITS, 6, False) for tile in tiles),
+        *(linear_kernel(bf16, 512, 2048, tile, "swiglu", NO_LIMITS, 8, True) for tile in tiles),
+        linear_kernel(torch.float16, 768, 2560, tiles[1], "swiglu", (7.0, 7.0), 8, True),
+        linear_kernel(bf16, 2048, 4096, tiles[0], "clamped_swiglu", (10.0, 10.0), 8, True),
+        *(linear_kernel(bf16, 3072, 3584, tile, "situ", (4.0, 25.0), 16, True) for tile in tiles),
     ]

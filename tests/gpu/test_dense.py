@@ -180,14 +180,21 @@ def test_rope(interleaved, width, dim):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count", "top_k"), [(1, 128, 6), (37, 128, 6), (256, 64, 8), (300, 16, 2), (1200, 16, 4), (40, 512, 22)]
+    ("tokens", "count", "top_k"),
+    [(1, 128, 6), (37, 128, 6), (256, 64, 8), (300, 16, 2), (1200, 16, 4), (40, 512, 22), (9, 896, 16)],
 )
-@pytest.mark.parametrize(("activation", "limit"), [("relu2", None), ("swiglu", None), ("swiglu", 0.4)])
+@pytest.mark.parametrize(
+    ("activation", "limits"),
+    [
+        *(("relu2", (None, None)), ("swiglu", (None, None)), ("swiglu", (0.4, 0.5)), ("clamped_swiglu", (0.4, 0.5))),
+        *(("situ", (0.8, 0.6)), ("situ", (0.8, None))),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_experts(tokens, count, top_k, activation, limit, dtype):
+def test_experts(tokens, count, top_k, activation, limits, dtype):
     width, inner = 136, 200  # whole pieces of 16 bytes, but no whole tiles
     x = randn(tokens, width, dtype=dtype)
-    rows = 2 * inner if activation == "swiglu" else inner
+    rows = inner if activation == "relu2" else 2 * inner
     up, down = randn(count, rows, width, seed=1) / width**0.5, randn(count, width, inner, seed=2) / inner**0.5
     up, down = up.to(dtype), down.to(dtype)
     generator = torch.Generator().manual_seed(3)
@@ -196,25 +203,35 @@ def test_experts(tokens, count, top_k, activation, limit, dtype):
     odds[: tokens // 2, 1] = 2.0  # and one has a half of all
     indices = (odds + torch.arange(count) / count).topk(top_k, -1).indices.int().cuda()
     weights = torch.rand(tokens, top_k, generator=generator).cuda()
-    out = experts.experts(x, indices, weights, up, down, activation, limit)
+    out = experts.experts(x, indices, weights, up, down, activation, limits)
     want = torch.zeros(tokens, width, dtype=torch.float64, device="cuda")
     for j in range(top_k):
         chosen = indices[:, j].long()
         hidden = torch.einsum("td,tfd->tf", x.double(), up.double()[chosen])
-        if activation == "swiglu":
-            gate, factor = hidden.chunk(2, -1)
-            gate = F.silu(gate)
-            hidden = gate * factor if limit is None else gate.clamp(max=limit) * factor.clamp(-limit, limit)
-        else:
-            hidden = F.relu(hidden).square()
+        hidden = F.relu(hidden).square() if activation == "relu2" else gated(*hidden.chunk(2, -1), activation, limits)
         want += weights[:, j, None] * torch.einsum("tf,tdf->td", hidden, down.double()[chosen])
     assert relative_error(out, want) < 2 * TOLERANCE[dtype]
-    assert torch.equal(out, experts.experts(x, indices, weights, up, down, activation, limit))
+    assert torch.equal(out, experts.experts(x, indices, weights, up, down, activation, limits))
+
+
+def gated(gate, factor, activation, limits):
+    """The formulas of network/gated.py."""
+    most, bound = (torch.inf if limit is None else limit for limit in limits)
+    if activation == "situ":
+        return (
+            most
+            * (gate / most).tanh()
+            * gate.sigmoid()
+            * (factor if limits[1] is None else bound * (factor / bound).tanh())
+        )
+    opened = F.silu(gate.clamp(max=most)) if activation == "clamped_swiglu" else F.silu(gate).clamp(max=most)
+    return opened * factor.clamp(-bound, bound)
 
 
 @pytest.mark.parametrize("router", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(
-    ("count", "top_k", "n_group", "topk_group"), [(128, 6, 1, 1), (256, 8, 8, 4), (512, 22, 1, 1), (8, 3, 4, 2)]
+    ("count", "top_k", "n_group", "topk_group"),
+    [(128, 6, 1, 1), (256, 8, 8, 4), (512, 22, 1, 1), (896, 16, 1, 1), (8, 3, 4, 2)],
 )
 def test_route(router, count, top_k, n_group, topk_group):
     logits = randn(50, count, dtype=torch.float32)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
 from trtllm_replayssm.network.experts import masked_experts
-from trtllm_replayssm.network.gated import Limit
+from trtllm_replayssm.network.gated import Limit, apart
 from trtllm_replayssm.network.routing import Routing
 from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
 from trtllm_replayssm.plugins.cursors import Step
@@ -140,10 +140,9 @@ class CudaNetwork(TorchNetwork):
         limit: Limit,
     ) -> Tensor:
         flat, chosen, share = as_tokens(resolved(x)), indices.flatten(0, -2), weights.flatten(0, -2)
-        has_kernel = activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1])
-        if has_kernel and not isinstance(limit, tuple):
+        if activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1]):
             out = experts.experts(
-                flat, chosen.int().contiguous(), share.float().contiguous(), up, down, activation, limit
+                flat, chosen.int().contiguous(), share.float().contiguous(), up, down, activation, apart(limit)
             )
         else:
             out = masked_experts(self, flat, chosen, share, up, down, activation, limit)
