@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import synthetic
 
 from trtllm_replayssm.builders.families.registry import find_family
+from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.replay import ReplayConfig
@@ -51,8 +52,11 @@ def exact(engine: Engine) -> Engine:
     return replace(engine, config=replace(engine.config, checkpoint=checkpoint), weights=weights)
 
 
-def check(folder: Path, dtype: str, decoder: HybridDecoder, allowance: float) -> None:
-    """An engine on the GPU errs no more than ``allowance`` times what it errs on the CPU, where float32 has its own bound."""
+def check(folder: Path, dtype: str, decoder: HybridDecoder, allowance: float, floor: float = 0.0) -> None:
+    """An engine on the GPU errs by no more than ``floor``, or than ``allowance`` times what it errs on the CPU.
+
+    Errors are of logits, relative to their norm. In float32 the bound is 1e-4.
+    """
     options = BuildOptions(max_batch_size=2, max_seq_len=128, max_num_tokens=1024)
     synthetic.write_engine(folder, decoder, options, dtype=dtype, replay=ReplayConfig(window=8, max_draft_len=3))
     ids = torch.randint(0, decoder.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
@@ -62,7 +66,7 @@ def check(folder: Path, dtype: str, decoder: HybridDecoder, allowance: float) ->
     def error(engine: Engine) -> float:
         return float((run(engine, ids, 3) - want).norm() / want.norm())
 
-    bound = 1e-4 if dtype == "float32" else allowance * error(cpu)
+    bound = 1e-4 if dtype == "float32" else max(floor, allowance * error(cpu))
     engine = Engine.load(folder, device="cuda", plugin_impl="cuda")
     assert engine.plugins.name == "cuda"
     assert error(engine) < bound
@@ -79,7 +83,8 @@ def test_engine_is_as_exact_as_on_the_cpu(tmp_path, layers, dtype):
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_is_as_exact_as_on_the_cpu(tmp_path, family, dtype):
-    """In 16 bits other experts and blocks are chosen at near ties than in float32, and on a GPU again others."""
+    """In 16 bits other experts are chosen at near ties than in float32, on a GPU again others: each changes a token's logits."""
     model = MODELS[family]
     decoder = find_family({"architectures": [model.model_class], **model.arguments}, {}).decoder()
-    check(tmp_path / "engine", dtype, decoder, allowance=3.0)
+    floor = 0.4 if any(isinstance(layer, Moe) for layer in decoder.layers) else 0.0
+    check(tmp_path / "engine", dtype, decoder, 2.0, floor)
