@@ -14,6 +14,8 @@ struct Row {
     __device__ int history() const { return committed - folded; }
     __device__ bool folds() const { return fold_to > folded; }
     __device__ bool absorbs() const { return fold_to > committed; }
+    // Entries of the sequence history, then tokens, that the checkpoint takes up in this step.
+    __device__ int fold_entries() const { return !folds() ? 0 : absorbs() ? history() + tokens : history(); }
 };
 
 __device__ __forceinline__ Row load_row(const int* step, int row, int max_tokens) {
