@@ -83,7 +83,7 @@ def test_engine_is_as_exact_as_on_the_cpu(tmp_path, layers, dtype):
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_is_as_exact_as_on_the_cpu(tmp_path, family, dtype):
-    """In 16 bits other experts are chosen at near ties than in float32, on a GPU again others: each changes a token's logits."""
+    """In 16 bits other experts are chosen at near ties than in float32, and on a GPU again others."""
     model = MODELS[family]
     decoder = find_family({"architectures": [model.model_class], **model.arguments}, {}).decoder()
     floor = 0.4 if any(isinstance(layer, Moe) for layer in decoder.layers) else 0.0
