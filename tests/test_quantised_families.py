@@ -237,6 +237,32 @@ RECIPES = {
         },
         "96 MXFP4",
     ),
+    # KDA, hyper-connections, indexers and kv_b stay as they are.
+    "glm-5.3 fp8": Recipe(
+        "glm5_next",
+        [(r"layers\.[012]\.self_attn|indexer|kv_b_proj|lm_head|eh_proj|hc_", None), ("", BLOCKS)],
+        lambda modules: in_config(
+            **NATIVE,
+            modules_to_not_convert=[
+                *("lm_head", "model.visual", "indexer", "kv_b_proj", "eh_proj", "mlp.gate"),
+                *(f"model.language_model.layers.{i}.self_attn" for i in range(3)),
+            ],
+        ),
+        "119 FP8 in blocks of 24x40",
+    ),
+    # Tables of n-grams, their projections, streams and indexers stay as they are.
+    "qwen3.8-flash-next fp8": Recipe(
+        "qwen4_exp_vl",
+        [(r"hyper_connection|\.ple\.|indexer|in_proj_[ab]|lm_head|mtp|shared_expert_gate", None), ("", BLOCKS)],
+        lambda modules: in_config(
+            **NATIVE,
+            modules_to_not_convert=[
+                *("visual", "lm_head", "in_proj_a", "in_proj_b", "mtp", "ple", "indexer"),
+                *("attn_hyper_connection", "mlp_hyper_connection", "hyper_connection_mixer"),
+            ],
+        ),
+        "33 FP8 in blocks of 24x40",
+    ),
     # Exclusions by the ends of names: b_proj is not kv_b_proj.
     "ling fp8": Recipe(
         "bailing_hybrid",

@@ -64,10 +64,10 @@ class KimiK3(KimiLinear):
 
     def block(self, prefix: str, kind: str, sparse: bool) -> tuple[Branch, Branch]:
         mixer, ffn = super().block(prefix, kind, sparse)
-        sources = mixer.sources
+        sources, heads = mixer.sources, self.kda.num_heads
         if "A_log" in sources:
-            # Padded with zeros behind the heads.
-            sources |= {"A_log": Source(sources["A_log"].names, lambda padded: padded.flatten()[: self.kda.num_heads])}
+            # The files have zeros behind the heads.
+            sources = sources | {"A_log": Source(sources["A_log"].names, lambda padded: padded.flatten()[:heads])}
         return (
             replace(mixer, sources=sources, streams=self.query(f"{prefix}self_attention_res")),
             replace(ffn, streams=self.query(f"{prefix}mlp_res")),
