@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # From a Hugging Face folder to an engine, with trtllm-build of tensorrt-llm 1.1 or 1.2.
-# Usage: build.sh MODEL_DIR WORK_DIR [TP_SIZE] [MODEL_CLS_NAME]
 set -euo pipefail
-model_dir=$1 work_dir=$2 tp_size=${3:-1} model_cls=${4:-ReplaySSMForCausalLM}
+usage="usage: build.sh MODEL_DIR WORK_DIR [TP_SIZE] [MODEL_CLS_NAME]"
+model_dir=${1:?$usage} work_dir=${2:?$usage} tp_size=${3:-1} model_cls=${4:-ReplaySSMForCausalLM}
+if ! command -v trtllm-build >/dev/null; then
+    echo "trtllm-build is not installed; trtllm-replayssm build --engine_flavour tensorrt builds the same checkpoint without it" >&2
+    exit 1
+fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 trtllm-replayssm convert --model_dir "$model_dir" --output_dir "$work_dir/checkpoint" --dtype bfloat16 --tp_size "$tp_size"

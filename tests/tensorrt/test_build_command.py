@@ -55,6 +55,19 @@ def test_without_tensorrt_one_sentence_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("nothing_installed")
+def test_options_that_an_embedded_engine_cannot_follow_are_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flavour may have been chosen by the program."""
+    options = ("--strip_plan", "--aliased_state", "--output_timing_cache", str(tmp_path / "cache"))
+    assert build(checkpoint, tmp_path / "engine", *options) == 0
+    sentence = "warning: --aliased_state, --strip_plan, --output_timing_cache: of no use to the embedded engine"
+    assert sentence in capsys.readouterr().err
+    assert build(checkpoint, tmp_path / "engine") == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_one_sentence_says_so(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.replay import ReplayConfig
 
 HERE = Path(__file__).parent
+#: What trtllm-build, which shows no hints, must say in the sentence.
+OURS = "trtllm-replayssm build --engine_flavour tensorrt builds the same checkpoint without it"
 EXAMPLE = HERE.parent.parent / "examples" / "trtllm_build" / "build.sh"
 LAYERS = (Mamba2(4, 8, 16, 2, 4, 1e-5), Attention(4, 2, 16, 0.25))
 
@@ -80,9 +83,27 @@ def test_the_example_builds_an_engine(tmp_path: Path) -> None:
 
 def test_without_tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "trtllm_replayssm.trtllm.model_cls", raising=False)
-    with pytest.raises(EngineError, match=r"^tensorrt-llm is not installed$") as error:
+    with pytest.raises(EngineError, match=f"^tensorrt-llm is not installed; {OURS}$") as error:
         importlib.import_module("trtllm_replayssm.trtllm.model_cls")
-    assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint
+    assert "'.[trtllm]'" in error.value.hint
+
+
+def test_the_example_without_trtllm_build_says_what_builds_instead(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, EXAMPLE, tmp_path / "model", tmp_path / "work"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("trtllm-build is not installed; ")
+    assert "trtllm-replayssm build --engine_flavour tensorrt" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = subprocess.run([bash, EXAMPLE], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "usage: build.sh MODEL_DIR WORK_DIR" in done.stderr
 
 
 def install(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +123,10 @@ def install(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        ("", r"^tensorrt-llm 1\.4\.0 has no trtllm-build: .* removed after 1\.2$"),
+        ("", r"^tensorrt-llm 1\.4\.0 has no engine builder, which was removed after 1\.2; "),
         (
             "raise OSError('libnvinfer.so.10: cannot open shared object file')",
-            r"^tensorrt-llm 1\.4\.0 cannot be imported: libnvinfer\.so\.10: cannot open shared object file$",
+            r"^tensorrt-llm 1\.4\.0 cannot be imported \(libnvinfer\.so\.10: cannot open shared object file\); ",
         ),
     ],
     ids=["without a builder", "broken"],
@@ -115,6 +136,5 @@ def test_with_a_tensorrt_llm_that_builds_no_engines(
 ) -> None:
     """As from 1.3 on: the package is there, its builder is not. Or a library that it needs is not."""
     install(tmp_path, code, monkeypatch)
-    with pytest.raises(EngineError, match=sentence) as error:
+    with pytest.raises(EngineError, match=f"{sentence}{OURS}$"):
         importlib.import_module("trtllm_replayssm.trtllm.model_cls")
-    assert "trtllm-replayssm build --engine_flavour tensorrt" in error.value.hint

@@ -60,6 +60,8 @@ def build_engine(
         target = target or this_machine(options.aliased_state, options.debug_plugins)
         if options.plan.output_timing_cache is not None:
             check_writable(options.plan.output_timing_cache)
+    elif unused := options.for_tensorrt():
+        log.warning("--%s: of no use to the embedded engine that is built", ", --".join(unused))
     with staged_folder(output) as folder:
         if target is not None and config.engine_flavour == "tensorrt":
             config = write_plans(source, folder, config, options, target, phases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,12 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
+
+    def for_tensorrt(self) -> list[str]:
+        """Names of the options that were given and mean something for TensorRT only."""
+        own = [name for name in ("aliased_state", "debug_plugins") if getattr(self, name)]
+        plain = PlanOptions()
+        return own + [f.name for f in fields(plain) if getattr(self.plan, f.name) != getattr(plain, f.name)]
 
     def replay(self, checkpoint: ReplayConfig) -> ReplayConfig:
         """The checkpoint's options with those that were given here. Raises UserError when they do not fit together."""
