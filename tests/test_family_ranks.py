@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import MODELS, build
-from hf_spelling import write_hub
+from hf_models import MODELS
 from safetensors.torch import load_file, save_file
 from test_parity import absorb, case, decode
 
@@ -45,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All models in one pair of processes, whose start takes longest."""
     folder = tmp_path_factory.mktemp("ranks")
     for name in MODELS:
-        hub = write_hub(build(name), folder / name / "hub")
+        hub = Path(case(name).folder.name) / "hf"
         convert(hub, folder / name / "checkpoint", tp_size=2, warn=lambda message: None)
         build_engine(folder / name / "checkpoint", folder / name / "engine", OPTIONS)
     assert run_ranks(2, run_all, Job(folder, case(next(iter(MODELS))).ids[:2, :TOKENS]), "cpu") == 0
