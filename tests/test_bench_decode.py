@@ -13,7 +13,7 @@ from test_scheduler import MODEL, OPTIONS
 
 from trtllm_replayssm.bench.decode import WARM_STEPS, decode_timing, decode_timings, modes, with_replay
 from trtllm_replayssm.bench.plots import plot_shares, plot_throughput
-from trtllm_replayssm.bench.profile import Kernel, account, part_of, step_profiles
+from trtllm_replayssm.bench.profile import Kernel, KernelTime, account, longest, part_of, step_profiles
 from trtllm_replayssm.bench.report import weights_bytes
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
@@ -127,6 +127,12 @@ def test_time_is_counted_once_and_gaps_are_what_is_left() -> None:
     assert found["gaps"] == 3
     assert sum(found.values()) == 14
     assert sum(account([]).values()) == 0
+
+
+def test_the_longest_kernels_are_named() -> None:
+    kernels = [Kernel("kda", 0, 1000), Kernel("gemm", 0, 3000), Kernel("kda", 5000, 6500)]
+    assert longest(kernels, steps=2) == (KernelTime("gemm", 1.5, 0.5), KernelTime("kda", 1.25, 1.0))
+    assert len(longest([Kernel(str(i), 0, 1) for i in range(99)], 1)) == 25
 
 
 def test_profiles_need_a_gpu(engine: Engine) -> None:

@@ -7,6 +7,7 @@ as they do in service, and the steps cover whole windows, so that state rewrites
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -103,8 +104,9 @@ def decode_timings(
         for mode in chosen:
             session = Session(with_replay(engine, mode.replay, batch_size, mode.tokens))
             yield decode_timing(session, mode, context_len, steps)
-            # The pools must be free before those of the next mode are allocated.
+            # The pools must be free before those of the next mode are allocated, and not kept in pieces of their sizes.
             del session
+            release(engine.device)
 
 
 def decode_timing(session: Session, mode: Mode, context_len: int, steps: int) -> DecodeTiming:
@@ -166,3 +168,10 @@ def prepared_step(session: Session, mode: Mode, context_len: int, steps: int) ->
 def synchronise(session: Session) -> None:
     if session.engine.device.type == "cuda":
         torch.cuda.synchronize(session.engine.device)
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of sessions that are gone, and of their graphs, back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

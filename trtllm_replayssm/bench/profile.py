@@ -23,6 +23,8 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("nccl", "allreduce", "all_reduce", "multimem")),
 )
 OTHER, GAPS = "other", "gaps"
+#: Kernels of a profile that are named one by one.
+LISTED = 25
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,20 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class KernelTime:
+    """A kernel in one step: milliseconds of all its launches, and how many there are."""
+
+    name: str
+    milliseconds: float
+    launches: float
+
+
+@dataclass(frozen=True)
 class StepProfile:
-    """milliseconds: of one step by part; what lies between kernels is ``gaps``. span_ms: their sum."""
+    """milliseconds: of one step by part; what lies between kernels is ``gaps``. span_ms: their sum.
+
+    kernels: launches in a step. longest: the kernels that take most of it.
+    """
 
     mode: str
     batch_size: int
@@ -45,6 +59,7 @@ class StepProfile:
     milliseconds: dict[str, float]
     span_ms: float
     kernels: int
+    longest: tuple[KernelTime, ...]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -73,6 +88,15 @@ def account(kernels: Iterable[Kernel]) -> dict[str, float]:
     return found
 
 
+def longest(kernels: Iterable[Kernel], steps: int) -> tuple[KernelTime, ...]:
+    """The LISTED kernels that take most of so many steps, longest first."""
+    times: dict[str, list[float]] = {}
+    for kernel in kernels:
+        times.setdefault(kernel.name, []).append(kernel.end - kernel.start)
+    found = [KernelTime(name, sum(spans) / steps / 1e3, len(spans) / steps) for name, spans in times.items()]
+    return tuple(sorted(found, key=lambda kernel: -kernel.milliseconds)[:LISTED])
+
+
 def step_profiles(
     engine: Engine, mode: Mode, batch_size: int, context_lens: Sequence[int], steps: int = 32
 ) -> Iterator[StepProfile]:
@@ -92,7 +116,8 @@ def step_profiles(
         kernels = traced(session, step, steps)
         found = {part: value / steps / 1e3 for part, value in account(kernels).items()}
         yield StepProfile(
-            *(mode.name, batch_size, context_len, steps, found, sum(found.values())), len(kernels) // steps
+            *(mode.name, batch_size, context_len, steps, found, sum(found.values())),
+            *(len(kernels) // steps, longest(kernels, steps)),
         )
 
 
@@ -101,7 +126,7 @@ def traced(session: Session, step: Any, steps: int) -> list[Kernel]:
     from torch.profiler import ProfilerActivity, profile
 
     synchronise(session)
-    with profile(activities=[ProfilerActivity.CUDA]) as tracer:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as tracer:
         for _ in range(steps):
             step()
         synchronise(session)

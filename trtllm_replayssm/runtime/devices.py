@@ -46,7 +46,9 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on the device; None where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch keeps for later allocations is not free for the driver, but it is for torch.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     limits = [free for free in (system_available(), container_available()) if free is not None]
     return min(limits, default=None)
 
