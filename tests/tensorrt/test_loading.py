@@ -14,18 +14,22 @@ import torch
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
 from emission import rtx
-from engine_pair import TOLERANCE, Pair, tokens
+from engine_pair import TOLERANCE, Pair, options, tokens
 from stand_in import Builder, CudaEngine
 
 from trtllm_replayssm import compat
+from trtllm_replayssm.builders.model import Mtp
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
+from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.engine_config import EngineConfig
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.tensorrt import engine as loading
 from trtllm_replayssm.runtime.tensorrt import refit as refitting
+from trtllm_replayssm.runtime.tensorrt.plans import genuine
 
 # ---- what loading refuses --------------------------------------------------------------------------------------------
 
@@ -132,6 +136,25 @@ def test_engine_folder(small: Pair) -> None:
     assert {"plugin_version", "package_version", "format_version"} <= config["replayssm"].keys()
     assert len({path.stat().st_mode for path in small.folder.iterdir()}) == 1
     assert config["build_config"]["max_batch_size"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX")
+def test_genuine_plans_are_written(tmp_path: Path) -> None:
+    """By the builder of TensorRT-RTX, cut at the plugin layers: two plans of one rank, and what they measured."""
+    layers = synthetic.LAYERS[:2] + synthetic.LAYERS[6:7]
+    model = replace(synthetic.decoder(layers), mtp=Mtp(synthetic.LAYERS[6:7]))
+    source, cache = synthetic.write_checkpoint(tmp_path / "checkpoint", model), tmp_path / "timing.cache"
+    chosen, folder = options("tensorrt", plan=PlanOptions(output_timing_cache=cache)), tmp_path / "engine"
+    config = build_engine(source, folder, chosen, target=genuine(rtx(), (8, 9)))
+    plans = {"rank0.engine", "rank0.mtp.engine"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "rank0.state.safetensors", *plans}
+    assert config == EngineConfig.read(folder)
+    record = config.tensorrt
+    assert record is not None
+    assert (record.tensorrt_version, record.capability) == (rtx().version_text, (8, 9))
+    assert record.files == {path.name: path.stat().st_size for path in folder.glob("rank*")}
+    assert min(record.files[plan] for plan in plans) > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "engine", "timing.cache"]
 
 
 def test_a_build_that_is_stopped_leaves_nothing(small: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

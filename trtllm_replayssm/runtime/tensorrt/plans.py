@@ -139,6 +139,8 @@ def write_plans(
             digest.update(content)
             with (folder / name).open("xb") as file:
                 file.write(content)
+            # As large as all weights of a rank, and not to be held while the next plan is built.
+            del content
             # What one plan measured is not measured again for the next.
             settings = replace(settings, input_timing_cache=settings.output_timing_cache or settings.input_timing_cache)
         write_state(checkpoint_dir, config, rank, folder)
