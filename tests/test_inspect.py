@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import build
+from hf_spelling import write_hub
 from safetensors import safe_open
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
@@ -198,6 +200,12 @@ def test_report_of_an_engine_is_what_lies_on_disk_and_in_the_pools(tmp_path: Pat
     source = inspect_model(read_subject(tmp_path / "model"))
     assert source.subject.source == "Hugging Face checkpoint"
     assert source.parameters == report.parameters
+
+
+def test_a_folder_whose_config_names_no_dtype_is_reported_as_it_would_be_converted(tmp_path: Path) -> None:
+    folder = write_hub(build("state_spaces"), tmp_path / "hub")
+    config = convert(folder, tmp_path / "checkpoint")
+    assert read_subject(folder).dtype == config.dtype == "float32"
 
 
 def test_unknown_paths_and_models_are_refused(tmp_path: Path, config_file: Any) -> None:

@@ -10,6 +10,7 @@ from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.families.registry import architectures, find_family
 from trtllm_replayssm.builders.hf.config import read_config
 from trtllm_replayssm.builders.hf.folder import INDEX_FILE, SINGLE_FILE, HfFolder
+from trtllm_replayssm.builders.hf.metadata import model_dtype
 from trtllm_replayssm.console import LOGGER
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.inspection import Subject
@@ -53,10 +54,10 @@ def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> 
 def hugging_face_subject(path: Path, values: dict[str, Any]) -> Subject:
     """Tensor shapes decide where there are tensors; a bare config is taken at its word."""
     shapes: dict[str, tuple[int, ...]] = {}
-    source = "Hugging Face config"
+    source, dtype = "Hugging Face config", config_dtype(values)
     if path.is_dir() and any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         with HfFolder(path, LOGGER.warning) as folder:
-            shapes, source = folder.shapes, "Hugging Face checkpoint"
+            shapes, source, dtype = folder.shapes, "Hugging Face checkpoint", model_dtype(folder, "auto")
     family = find_family(values, shapes)
     for note in family.notes:
         LOGGER.warning(note)
@@ -65,7 +66,7 @@ def hugging_face_subject(path: Path, values: dict[str, Any]) -> Subject:
         architecture=next(iter(architectures(values)), type(family).architectures[0]),
         decoder=family.decoder(),
         replay=ReplayConfig(),
-        dtype=config_dtype(values),
+        dtype=dtype,
         tp_size=1,
         max_seq_len=DEFAULT_MAX_SEQ_LEN,
     )
