@@ -119,6 +119,9 @@ def test_a_request_that_does_not_fit_stops_the_run_before_it_begins(engine: Engi
     with pytest.raises(UserError, match="prompt 1 has 70 tokens"):
         run_requests(made, [Item([2], 3), Item([2] * 70, 3)])
     assert not made.busy
+    with pytest.raises(UserError, match="prompt 1 has 60 tokens; with 5 more it is longer than max_seq_len 64"):
+        run_requests(made, [Item([2], 3), Item([2] * 60, 5)])
+    assert not made.busy
 
 
 # ---- command ---------------------------------------------------------------------------------------------------------
@@ -171,7 +174,17 @@ def test_a_data_set_of_text_and_ids(engine: Engine, tmp_path: Path) -> None:
     [
         (("--num_requests", "0"), "num_requests is 0"),
         (("--output_len", "0"), "output_len is 0"),
-        (("--input_stdev", "-1"), "cannot be negative"),
+        (("--input_stdev", "-1"), "input_stdev is -1"),
+        (("--input_stdev", "nan"), "input_stdev is nan"),
+        (("--output_stdev", "inf"), "output_stdev is inf"),
+        (("--prefix_cache_gib", "nan"), "prefix_cache_gib is nan"),
+        (("--prefix_cache_gib", "inf"), "prefix_cache_gib is inf"),
+        (("--prefix_cache_gib", "-1"), "prefix_cache_gib is -1"),
+        (("--plot_dir", "plots"), "--plot_dir is for decode steps"),
+        (("--decode_batch_sizes", "1", "--report_csv", "x.csv"), "--report_csv has a row a request"),
+        (("--decode_batch_sizes", "1", "--batch_size", "0"), "--batch_size is 0"),
+        (("--decode_batch_sizes", "0"), "batch_sizes is 0"),
+        (("--decode_batch_sizes", "1", "--plot_dir", "/proc/nowhere"), "/proc/nowhere"),
         (("--input_len", "90"), "leaves no room for output"),
         (("--request_rate", "nan"), "request_rate is nan"),
         (("--concurrency", "0"), "concurrency is 0"),
@@ -200,6 +213,8 @@ def test_wrong_options_are_one_sentence(
         ('{"input_ids": []}', "has neither token ids nor text"),
         ('{"input_ids": [1], "output_tokens": 0}', "output_tokens is 0"),
         ('{"input_ids": [99999]}', "holds token id 99999"),
+        ('{"prompt": ""}', "data.jsonl line 1: the prompt has no tokens"),
+        ('{"prompt": "\\ud800"}', "data.jsonl line 1: prompt is not Unicode"),
         ("", "holds no requests"),
     ],
 )

@@ -45,7 +45,7 @@ def run_requests(
     request_rate: requests a second that arrive, whatever the engine does. concurrency: most requests that are under way; the
     next one arrives when one has ended.
 
-    Raises UserError for a request that cannot be run, before any is, or that was cut short.
+    Raises UserError, before anything runs, for a request that cannot be run to its full length.
     """
     if concurrency is not None and concurrency < 1:
         raise UserError(f"concurrency is {concurrency}; it must be 1 or more")
@@ -56,6 +56,12 @@ def run_requests(
     ]
     for request in requests:
         check_request(engine, request)
+        if request.limit < request.params.max_tokens:
+            raise UserError(
+                f"prompt {request.request_id} has {len(request.prompt)} tokens; with {request.params.max_tokens} more it is"
+                f" longer than max_seq_len {engine.config.max_seq_len}",
+                "ask for less, or build the engine with a larger --max_seq_len",
+            )
     records: dict[int, Record] = {}
     finished, start = 0, time.perf_counter()
     while finished < len(items):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.tokenizer import check_unicode
 
 ROW = 'a row is {"input_ids": [1, 2, ...], "output_tokens": 128} or {"prompt": "...", "output_tokens": 128}'
 
@@ -34,13 +36,14 @@ def random_items(
 ) -> list[Item]:
     """Requests of uniformly drawn tokens; lengths are normally distributed around their means, and at least 1.
 
-    Raises UserError for counts and lengths below 1, or negative deviations.
+    Raises UserError for counts and lengths below 1, or deviations that are negative or no numbers.
     """
     for name, value in (("num_requests", count), ("input_len", input_len), ("output_len", output_len)):
         if value < 1:
             raise UserError(f"{name} is {value}; it must be 1 or more")
-    if min(input_stdev, output_stdev) < 0:
-        raise UserError("the deviation of a length cannot be negative", "use 0 for requests of equal lengths")
+    for name, deviation in (("input_stdev", input_stdev), ("output_stdev", output_stdev)):
+        if not 0 <= deviation < math.inf:
+            raise UserError(f"{name} is {deviation}; it must be 0 or more", "use 0 for requests of equal lengths")
     generator = np.random.default_rng(seed)
 
     def lengths(mean: int, deviation: float) -> list[int]:
@@ -83,5 +86,8 @@ def read_item(line: bytes, where: str, encode: Callable[[str], list[int]], defau
     if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
         return Item(ids, output)
     if isinstance(text, str) and ids is None:
-        return Item(encode(text), output)
+        check_unicode(text, f"{where}: prompt")
+        if not (ids := encode(text)):
+            raise UserError(f"{where}: the prompt has no tokens", ROW)
+        return Item(ids, output)
     raise UserError(f"{where} has neither token ids nor text", ROW)

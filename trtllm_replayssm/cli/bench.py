@@ -11,11 +11,12 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trtllm_replayssm.cli.generate import speculation_options
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument, prefix_cache_bytes
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import Fold
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from trtllm_replayssm.runtime.scheduler import Scheduler
     from trtllm_replayssm.runtime.session import Session
 
-
+THROUGHPUT_PLOT = "decode_throughput.png"
 #: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
 SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dtype", {"choices": FLOAT_DTYPES}, "of activations and weights; by default bfloat16"),
@@ -112,8 +113,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.report_json, args.report_csv):
         if path is not None:
             check_writable(path)
-    if args.warmup < 0 or args.random_seed < 0:
-        raise UserError("--warmup and --random_seed must be 0 or more")
+    check_options(args)
     given = {name: value for name, *_ in SYNTHETIC_OPTIONS if (value := getattr(args, name)) is not None}
     if args.engine_dir is not None and given:
         raise UserError(
@@ -124,6 +124,32 @@ def run(args: argparse.Namespace) -> int:
     if world_size > 1 and not started_by_torchrun():
         return run_ranks(world_size, bench_on_rank, args, args.device)
     return bench(args)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for values that make no sense, and options that would do nothing; asked before long work."""
+    if args.warmup < 0 or args.random_seed < 0:
+        raise UserError("--warmup and --random_seed must be 0 or more")
+    prefix_cache_bytes(args)
+    if args.batch_size is not None and args.batch_size < 1:
+        raise UserError(f"--batch_size is {args.batch_size}; it must be 1 or more")
+    if measures_steps(args):
+        if args.report_csv is not None:
+            raise UserError("--report_csv has a row a request, and decode steps have none", "use --report_json")
+    elif args.plot_dir is not None:
+        raise UserError("--plot_dir is for decode steps", "add --decode_batch_sizes or --profile_context_lens")
+    if args.plot_dir is not None:
+        from trtllm_replayssm.bench.plots import check_matplotlib
+        from trtllm_replayssm.runtime.files import check_writable
+
+        check_matplotlib()
+        args.plot_dir.mkdir(parents=True, exist_ok=True)
+        check_writable(args.plot_dir / THROUGHPUT_PLOT)
+
+
+def measures_steps(args: argparse.Namespace) -> bool:
+    """Whether decode steps are measured, rather than requests."""
+    return args.decode_batch_sizes is not None or args.profile_context_lens is not None
 
 
 def bench_on_rank(args: argparse.Namespace) -> int:
@@ -139,16 +165,12 @@ def bench(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.engine import Engine
     from trtllm_replayssm.runtime.ranks import lost_ranks
 
-    if args.plot_dir is not None:
-        from trtllm_replayssm.bench.plots import check_matplotlib
-
-        check_matplotlib()
     if args.engine_dir is not None:
         engine = Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl)
     else:
         engine = synthetic(args)
     with lost_ranks(engine.config.world_size):
-        if args.decode_batch_sizes is not None or args.profile_context_lens is not None:
+        if measures_steps(args):
             return bench_steps(args, engine)
         return bench_requests(args, engine)
 
@@ -190,12 +212,10 @@ def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
     machine = machine_info(engine.device)
     where = f"{engine.config.checkpoint.hf_architecture} on {machine['name']}"
     plots = args.plot_dir
-    if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
     if timings:
         print_table(f"decode after {args.context_len} tokens, {where}", *timing_rows(timings))
         if plots is not None:
-            plot_throughput(plots / "decode_throughput.png", timings, where)
+            plot_throughput(plots / THROUGHPUT_PLOT, timings, where)
     if profiles:
         print_table(f"milliseconds of a step by part, {size} requests, {where}", *profile_rows(profiles))
     for mode in chosen:
@@ -222,7 +242,7 @@ def bench_requests(args: argparse.Namespace, engine: Engine) -> int:
     items = workload(args, session)
     scheduler, mode = scheduler_for(args, session)
     if args.warmup:
-        run_requests(scheduler, (items * args.warmup)[: args.warmup])
+        run_requests(scheduler, list(islice(cycle(items), args.warmup)))
     scheduler = scheduler_for(args, session)[0]
     records = run_requests(scheduler, items, args.request_rate, args.concurrency, args.random_seed)
     if session.engine.rank != 0:
@@ -254,7 +274,8 @@ def scheduler_for(args: argparse.Namespace, session: Session) -> tuple[Scheduler
     from trtllm_replayssm.runtime.prefix_cache import PrefixCache
     from trtllm_replayssm.runtime.scheduler import Scheduler
 
-    cache = PrefixCache(session, round(args.prefix_cache_gib * 2**30)) if args.prefix_cache_gib else None
+    cache_bytes = prefix_cache_bytes(args)
+    cache = PrefixCache(session, cache_bytes) if cache_bytes else None
     if args.forced_acceptance_length is not None:
         if args.speculative_decoding_mode is not None:
             raise UserError("--forced_acceptance_length takes the place of a --speculative_decoding_mode", "give one")

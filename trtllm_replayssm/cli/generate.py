@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.cli.options import add_running_arguments, path_argument
+from trtllm_replayssm.cli.options import add_running_arguments, path_argument, prefix_cache_bytes
 from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
@@ -81,8 +80,7 @@ def generate(args: argparse.Namespace) -> int:
 
     if args.max_output_len < 1 or args.random_seed < 0:
         raise UserError("--max_output_len must be 1 or more, and --random_seed 0 or more")
-    if not 0 <= args.prefix_cache_gib < math.inf:
-        raise UserError(f"--prefix_cache_gib is {args.prefix_cache_gib}", "give a number of GiB, or 0 for no cache")
+    cache_bytes = prefix_cache_bytes(args)
     params = SamplingParams(
         max_tokens=args.max_output_len,
         temperature=args.temperature,
@@ -100,7 +98,7 @@ def generate(args: argparse.Namespace) -> int:
         device=args.device,
         plugin_impl=args.plugin_impl,
         speculation=speculation,
-        prefix_cache_bytes=round(args.prefix_cache_gib * 2**30),
+        prefix_cache_bytes=cache_bytes,
         cuda_graphs=False if args.no_cuda_graphs else None,
     )
     reports = llm.engine.rank == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import Fold, ReplayConfig
 
 
@@ -65,6 +67,14 @@ def replay_config(args: argparse.Namespace, base: ReplayConfig | None = None) ->
         "fold": args.replay_fold,
     }
     return replace(base or ReplayConfig(), **{name: value for name, value in options.items() if value is not None})
+
+
+def prefix_cache_bytes(args: argparse.Namespace) -> int:
+    """Bytes of --prefix_cache_gib. Raises UserError for what is no amount."""
+    gib: float = args.prefix_cache_gib
+    if not 0 <= gib < math.inf:
+        raise UserError(f"--prefix_cache_gib is {gib}", "give a number of GiB, or 0 for no cache")
+    return round(gib * 2**30)
 
 
 def add_running_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import add_running_arguments, path_argument
+from trtllm_replayssm.cli.options import add_running_arguments, path_argument, prefix_cache_bytes
 from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
 
     if args.cancellation_check_period_ms < 1:
         raise UserError("--cancellation_check_period_ms must be 1 or more")
-    if not 0 <= args.prefix_cache_gib < math.inf:
-        raise UserError(f"--prefix_cache_gib is {args.prefix_cache_gib}", "give a number of GiB, or 0 for no cache")
+    prefix_cache_bytes(args)
     if args.time_slice is not None and args.time_slice < 1:
         raise UserError(f"--time_slice is {args.time_slice}; it must be 1 or more")
     speculation_options(args)
