@@ -329,6 +329,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("qwen3_8_flash_next", {"indexer_head_dim": 32}, "RoPE turns 64 channels"),
         ("qwen3_8_flash_next", {"ple_layer_ids": [0]}, "layer numbers from 1 to 48"),
         ("qwen3_8_flash_next", {"ple_embed_dim": 2561}, "ple_embed_dim"),
+        ("qwen3_8_flash_next", {"ngram_vocab_size_base": 1 << 28}, "rows of n-grams"),
         ("qwen3_8_flash_next", {"eos_token_id": None}, "n-grams end at such a token"),
         ("qwen3_8_flash_next", {"hc_count": None}, "hc_count is missing"),
         ("ling_3_flash", {"expert_swiglu_limit_list": [0, 4.0]}, "one number for each of 42 layers"),

@@ -149,6 +149,8 @@ class Qwen4(Qwen35):
         )
         multiple = config.positive("make_ngram_vocab_size_divisible_by")
         rows = -(-layer.hash.rows // multiple) * multiple
+        if rows >= 1 << 31:
+            raise config.fail("ngram_vocab_size_base", f"makes {rows} rows of n-grams; their numbers have 31 bits")
         names, parts = self.table_parts(table, rows)
         layer = replace(layer, rows=rows, shards=parts)
 
