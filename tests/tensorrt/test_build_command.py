@@ -68,6 +68,19 @@ def test_options_that_an_embedded_engine_cannot_follow_are_named(
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_installed")
+def test_command_lines_of_trtllm_build_work(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--gemm_plugin", "auto", "--max_input_len", "64", "--remove_input_padding", "enable", "--workers", "1")
+    assert build(checkpoint, tmp_path / "engine", *options, "--max_beam_width", "1", "--dry_run") == 0
+    sentence = "warning: --max_input_len, --workers, --remove_input_padding, --gemm_plugin: of trtllm-build"
+    assert sentence in capsys.readouterr().err
+    assert build(checkpoint, tmp_path / "engine", "--max_beam_width", "4") == 1
+    assert "error: --max_beam_width is 4; there is no beam search" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_one_sentence_says_so(

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Options of ``trtllm-build`` that decide nothing here: its command lines work, and are told so.
+NEUTRAL = (
+    *("max_input_len", "workers", "fast_build", "enable_debug_output", "logits_dtype", "gather_generation_logits"),
+    *("kv_cache_type", "paged_kv_cache", "tokens_per_block", "remove_input_padding", "paged_state", "context_fmha"),
+    *("use_paged_context_fmha", "gpt_attention_plugin", "gemm_plugin", "mamba_conv1d_plugin", "moe_plugin"),
+    *("nccl_plugin", "reduce_fusion", "use_fused_mlp", "multiple_profiles"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint_dir", type=path_argument, required=True, help="folder written by convert")
@@ -41,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_num_tokens", type=int, default=8192, help="most tokens of all requests in one step")
     add_replay_arguments(parser, overriding=True)
     add_tensorrt_arguments(parser)
+    parser.add_argument("--max_beam_width", type=int, default=1, help=argparse.SUPPRESS)
+    for name in NEUTRAL:
+        parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
 
 
 def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +71,10 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prefill step that kernels are chosen for; by default max_num_tokens / max_batch_size",
     )
     group.add_argument(
-        "--gather_context_logits", action="store_true", help="a prefill can give the logits of all its tokens"
+        "--gather_context_logits",
+        "--gather_all_token_logits",
+        action="store_true",
+        help="a prefill can give the logits of all its tokens",
     )
     group.add_argument(
         "--aliased_state",
@@ -97,8 +111,13 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from trtllm_replayssm.errors import UserError
     from trtllm_replayssm.runtime.build import build_engine, decided
 
+    if args.max_beam_width != 1:
+        raise UserError(f"--max_beam_width is {args.max_beam_width}; there is no beam search", "leave it out")
+    if given := [f"--{name}" for name in NEUTRAL if getattr(args, name) is not None]:
+        log.warning("%s: of trtllm-build; decides nothing here", ", ".join(given))
     options = build_options(args)
     if args.visualize_network is not None:
         from trtllm_replayssm.runtime.tensorrt.dry_run import visualise
