@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 import transformers
 from hf_models import MODELS, build, random_ids
@@ -15,6 +17,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from trtllm_replayssm.builders.convert import convert
+from trtllm_replayssm.builders.model import Mtp
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
@@ -150,3 +153,11 @@ def test_engines_without_a_head_or_without_drafts(tmp_path: Path) -> None:
     idle = engine_of(write_hub(build("qwen3_next"), tmp_path / "idle"), tmp_path / "b", max_draft_len=0)
     # Nobody pays for caches of a head that is never run.
     assert not any(name.startswith("mtp.") for name in Session(idle).pools)
+
+
+def test_a_head_that_cannot_be_rolled_back_by_position_is_refused(tmp_path: Path) -> None:
+    model = replace(synthetic.decoder(synthetic.LAYERS[6:7]), mtp=Mtp(synthetic.LAYERS[:1]))
+    options = BuildOptions(max_batch_size=2, max_seq_len=64, max_num_tokens=64, max_draft_len=3)
+    engine = synthetic.load(synthetic.write_engine(tmp_path / "engine", model, options))
+    with pytest.raises(UserError, match="recurrent layers, which cannot draft"):
+        MtpDrafter(Session(engine))
