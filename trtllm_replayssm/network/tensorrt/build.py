@@ -200,8 +200,9 @@ def build_plan(step: EmittedStep, builder: Any, sizes: StepSizes, options: PlanO
     config = options.config(step.emitter.tensorrt, builder)
     add_profiles(step.emitter, builder, config, sizes)
     plan = builder.build_serialized_network(step.network, config)
-    if options.report is not None and config.progress_monitor.fault is not None:
-        raise config.progress_monitor.fault
+    fault = getattr(config.progress_monitor, "fault", None)
+    if fault is not None:
+        raise fault
     if plan is None:
         raise EngineError("TensorRT could not build the engine", "its log, above, names the layer")
     options.save_timing_cache(config)
