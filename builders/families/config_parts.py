@@ -8,6 +8,8 @@ from trtllm_replayssm.builders.families.mamba2 import time_step_limit
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.network.base import Rope
 
 #: Where RoPE is described; for models, or layers, without it.
@@ -111,6 +113,20 @@ def prefixed_gated_delta(config: HfConfig, epsilon: float, beta_scale: float = 1
         conv_kernel=config.positive("linear_conv_kernel_dim"),
         norm_epsilon=epsilon,
         beta_scale=beta_scale,
+    )
+
+
+def softmax_moe(config: HfConfig, normalise: bool, shared_gate: bool) -> Moe:
+    """Experts beside a shared one. normalise, shared_gate: see Moe."""
+    return Moe(
+        num_experts=config.positive("num_experts"),
+        top_k=config.positive("num_experts_per_tok"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        activation="swiglu",
+        router="softmax",
+        normalise=normalise,
+        shared=Mlp(config.positive("shared_expert_intermediate_size"), "swiglu"),
+        shared_gate=shared_gate,
     )
 
 

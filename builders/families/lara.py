@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from trtllm_replayssm.builders.families.base import conv_taps
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, Sources
-from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta, required_rope
+from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta, required_rope, softmax_moe
 from trtllm_replayssm.builders.families.parts import gqa_sources, listed_types, plain, swiglu_sources, with_prefix
 from trtllm_replayssm.builders.layers.attention import Attention
-from trtllm_replayssm.builders.layers.mlp import Mlp
-from trtllm_replayssm.builders.layers.moe import Moe
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
@@ -26,7 +24,8 @@ class Lara(BlueprintFamily):
         config.expect("attention_bias", False)
         config.ignore("max_position_embeddings")
         self.epsilon = config.number("rms_norm_eps")
-        sliding, delta, moe = self.sliding(), prefixed_gated_delta(config, self.epsilon), self.moe()
+        sliding, delta = self.sliding(), prefixed_gated_delta(config, self.epsilon)
+        moe = softmax_moe(config, config.flag("norm_topk_prob"), shared_gate=False)
         attention = {SLIDING: sliding, FULL: replace(sliding, rope=None, window=None)}
         branches: list[Branch] = []
         for i, kind in enumerate(listed_types(config, "layer_types", (LINEAR, SLIDING, FULL))):
@@ -50,18 +49,6 @@ class Lara(BlueprintFamily):
             rope=required_rope(config, channels),
             qk_norm_epsilon=self.epsilon,
             window=config.positive("sliding_window"),
-        )
-
-    def moe(self) -> Moe:
-        config = self.config
-        return Moe(
-            num_experts=config.positive("num_experts"),
-            top_k=config.positive("num_experts_per_tok"),
-            intermediate_size=config.positive("moe_intermediate_size"),
-            activation="swiglu",
-            router="softmax",
-            normalise=config.flag("norm_topk_prob"),
-            shared=Mlp(config.positive("shared_expert_intermediate_size"), "swiglu"),
         )
 
 

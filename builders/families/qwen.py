@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source, conv_taps
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
-from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta
+from trtllm_replayssm.builders.families.config_parts import prefixed_gated_delta, softmax_moe
 from trtllm_replayssm.builders.families.parts import expert_sources, plain, swiglu_sources, with_prefix
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -137,17 +137,7 @@ class Qwen(BlueprintFamily):
         """The rows q, k, v, z, b, a from the family's own packing."""
 
     def moe(self) -> Moe:
-        config = self.config
-        return Moe(
-            num_experts=config.positive("num_experts"),
-            top_k=config.positive("num_experts_per_tok"),
-            intermediate_size=config.positive("moe_intermediate_size"),
-            activation="swiglu",
-            router="softmax",
-            normalise=config.flag("norm_topk_prob", True),
-            shared=Mlp(config.positive("shared_expert_intermediate_size"), "swiglu"),
-            shared_gate=True,
-        )
+        return softmax_moe(self.config, self.config.flag("norm_topk_prob", True), shared_gate=True)
 
     def moe_sources(self, prefix: str, layer: Moe) -> Sources:
         """Experts are stored one by one, or fused with our rows (gate, then up)."""

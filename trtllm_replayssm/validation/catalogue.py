@@ -235,7 +235,7 @@ MODELS = demo.MODELS | {
         ),
     ),
     "glm5_next": DemoModel(
-        "Gated DeltaNet, latent attention to chosen blocks, streams and clamped experts, as in GLM-5.3-Flash",
+        "Kimi Delta Attention, latent attention to chosen blocks, streams and clamped experts, as in GLM-5.3-Flash",
         "Glm5NextConfig",
         "Glm5NextForConditionalGeneration",
         dict(
