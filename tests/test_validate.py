@@ -140,6 +140,7 @@ def test_a_flavour_that_cannot_be_built_here_fails(tmp_path: Path) -> None:
         ("nemotron_h", "build", "failed"),
     ]
     assert "TensorRT" in report.results[0].measured or "tensorrt" in report.results[0].measured
+    assert "--engine_flavour embedded" in report.results[0].measured
     assert not report.to_dict()["passed"]
 
 

@@ -124,10 +124,15 @@ def attempt(report: Report, family: str, check: str, action: Callable[[], Any], 
         return action()
     except Exception as error:
         log.debug("%s, %s", family, check, exc_info=True)
-        what = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        what = told_whole(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         outcome = Outcome(f"{check} runs to its end", " ".join(what.split()), False)
         add(report, Result.of(family, check, outcome, time.perf_counter() - began), told)
         return None
+
+
+def told_whole(error: UserError) -> str:
+    """The sentence, and what to do about it."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def add(report: Report, result: Result, told: Callable[[Result], None]) -> None:
