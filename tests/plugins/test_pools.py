@@ -196,3 +196,13 @@ def test_sixteen_bit_states_are_rounded_at_folds_only(spec: Spec, dtype: str, al
 
 def test_cursor_rows_are_aligned() -> None:
     assert CURSOR_WORDS * 4 % SLOT_ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 16])
+@pytest.mark.parametrize("chunk", [1, 4, 6, 32])
+def test_chunks_share_the_rows_of_a_cache_between_them(block: int, chunk: int) -> None:
+    """A row belongs to the chunk with the last of its positions, and to no other."""
+    cache, starts = Pool((1, 64, 2), torch.float32, "kv", block), range(0, 6 * chunk, chunk)
+    rows = range(6 * chunk)
+    owners = [(row, start // chunk) for start in starts for row in rows[cache.rows(start, start + chunk)]]
+    assert owners == [(row, ((row + 1) * block - 1) // chunk) for row in range(6 * chunk // block)]
