@@ -324,6 +324,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("glm_5_3_flash", {"layer_types": ["linear_attention"] * 45}, "kda_layers"),
         ("glm_5_3_flash", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
         ("glm_5_3_flash", {"swiglu_limit": None}, "swiglu_limit is missing"),
+        ("glm_5_3_flash", {"swiglu_limit": 0}, "swiglu_limit is 0"),
         ("glm_5_3_flash", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("qwen3_8_flash_next", {"indexer_budget": 2047}, "no multiple of 4 indexer_compress_ratio"),
         ("qwen3_8_flash_next", {"indexer_head_dim": 32}, "RoPE turns 64 channels"),

@@ -22,7 +22,7 @@ MAMBA_KEYS = (
 
 
 def multiplier(config: HfConfig, key: str) -> float:
-    """A factor of activations. Raises CheckpointError unless it is positive and finite."""
+    """A factor, or a bound, of activations. Raises CheckpointError unless it is positive and finite."""
     value = config.number(key)
     if not 0 < value < math.inf:
         raise config.fail(key, f"is {value:g}; expected a positive number")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
-from trtllm_replayssm.builders.families.config_parts import gate_bound
+from trtllm_replayssm.builders.families.config_parts import gate_bound, multiplier
 from trtllm_replayssm.builders.families.parts import (
     kda_sources,
     listed_types,
@@ -75,7 +75,7 @@ class Glm5Next(BlueprintFamily):
         self.prefix = norm.removesuffix("norm.weight")
         self.heads, self.epsilon = config.positive("num_attention_heads"), config.number("rms_norm_eps")
         config.expect("num_key_value_heads", self.heads)
-        self.count, self.limit = config.positive("num_hidden_layers"), config.number("swiglu_limit")
+        self.count, self.limit = config.positive("num_hidden_layers"), multiplier(config, "swiglu_limit")
         self.streams = SinkhornStreams(
             config.positive("hc_mult"), self.epsilon, config.number("hc_eps"), config.positive("hc_sinkhorn_iters")
         )
