@@ -29,6 +29,7 @@ from trtllm_replayssm.runtime.sampling import (
         ("temperature", math.nan),
         ("temperature", -0.1),
         ("temperature", math.inf),
+        ("temperature", 10**400),
         ("temperature", True),
         ("top_k", -1),
         ("top_k", 1.5),

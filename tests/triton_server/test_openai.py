@@ -133,7 +133,7 @@ BAD = {
     "no prompt": ({}, "prompt is missing"),
     "unknown key": ({"prompt": "a", "guided_regex": "x"}, "guided_regex is not supported"),
     "type": ({"prompt": 5}, "prompt must be"),
-    "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1"),
+    "temperature": ({"prompt": "a", "temperature": -1}, "temperature must be"),
     "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2"),
     "tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens must be"),
     "too many tokens": ({"prompt": "a", "max_tokens": 1000}, "more than the model's 320"),
@@ -145,6 +145,14 @@ BAD = {
     "too many choices": ({"prompt": "a", "n": 100}, "n must be"),
     "stream options": ({"prompt": "a", "stream_options": {"include_usage": True}}, "only for streams"),
     "half a character": ({"prompt": "\ud800"}, "not Unicode"),
+    "half a character to stop at": ({"prompt": "a", "stop": ["b", "\ud800"]}, "not Unicode"),
+    "half a character in a chat": ({"messages": [{"role": "user", "content": "\ud800"}]}, "not Unicode"),
+    "seed beyond 64 bits": ({"prompt": "a", "seed": 1 << 64}, "seed must be"),
+    "top_k beyond 32 bits": ({"prompt": "a", "top_k": 1 << 40}, "top_k must be"),
+    "temperature beyond float32": ({"prompt": "a", "temperature": 1e39}, "temperature must be"),
+    "temperature beyond float64": ({"prompt": "a", "temperature": 10**400}, "temperature must be"),
+    "unknown end": ({"prompt": "a", "stop_token_ids": [65, 300]}, "end token 300"),
+    "end beyond 32 bits": ({"prompt": "a", "stop_token_ids": [1 << 32]}, "end token 4294967296"),
 }
 
 
@@ -152,7 +160,8 @@ BAD = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests(served: Served, name: str, stream: bool) -> None:
     body, reason = BAD[name]
-    status, data = complete(served, body | ({"stream": True} if stream and name != "stream options" else {}))
+    more = {"stream": True} if stream and name != "stream options" else {}
+    status, data = complete(served, body | more, chat="messages" in body)
     assert (status, data["error"]["type"]) == (400, "invalid_request_error")
     assert reason in data["error"]["message"]
 

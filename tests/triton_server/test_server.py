@@ -202,6 +202,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "penalty": ({"repetition_penalty": 1.5}, "repetition_penalty is 1.5"),
     "bad words": ({"bad_words": ["no"]}, "bad_words"),
     "stop words of no length": ({"stop_words_list": np.asarray([[[65], [7]]], np.int32)}, "word ends at 7"),
+    "stop words of negative ids": ({"stop_words_list": np.asarray([[[65, -6], [2, -1]]], np.int32)}, "id -6"),
     "two prompts": ({"text_input": "a"}, "not both"),
     "not UTF-8": ({"input_ids": None, "text_input": np.asarray([[b"\xff"]], np.object_)}, "not UTF-8"),
     "nothing to read": ({"input_ids": None}, "either input_ids or text_input"),

@@ -219,9 +219,9 @@ def bench_steps(args: argparse.Namespace, engine: Engine) -> int:
     if profiles:
         print_table(f"milliseconds of a step by part, {size} requests, {where}", *profile_rows(profiles))
     for mode in chosen:
-        shares = {found.context_len: found.shares for found in profiles if found.mode == mode.name}
-        if plots is not None and shares:
-            plot_shares(plots / f"step_shares_{mode.name}.png", shares, f"{mode.name}, {size} requests, {where}")
+        by_length = {found.context_len: found.shares for found in profiles if found.mode == mode.name}
+        if plots is not None and by_length:
+            plot_shares(plots / f"step_shares_{mode.name}.png", by_length, f"{mode.name}, {size} requests, {where}")
     report = steps_report(engine, machine, settings(args), timings, profiles)
     write({args.report_json: json.dumps(report, indent=2) + "\n"})
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,13 +57,13 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise UserError(f"{name} is {value!r}; it must be an integer, {low} or more")
-        for name, high in (("temperature", math.inf), ("top_p", 1.0)):
+        for name, high in (("temperature", sys.float_info.max), ("top_p", 1.0)):
             value = getattr(self, name)
             if value is None:
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value <= high:
-                limit = "0 or more" if math.isinf(high) else "0 to 1"
+                limit = "0 to 1" if high == 1 else "0 or more"
                 raise UserError(f"{name} is {value!r}; it must be a number, {limit}")
         if not all(isinstance(word, str) and word for word in self.stop_words):
             raise UserError(f"stop is {self.stop!r}; it must be strings that are not empty")

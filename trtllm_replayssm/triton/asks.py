@@ -134,6 +134,8 @@ def id_words(table: np.ndarray) -> list[list[int]]:
             raise UserError(
                 f"a word list says that a word ends at {end}, after one that ended at {start}, of {len(ids)} ids"
             )
+        if (least := min(ids[start:end])) < 0:
+            raise UserError(f"a word list holds the token id {least}; ids are 0 or more")
         words.append(ids[start:end])
         start = end
     return words

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine_config import EngineConfig
-from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.sampling import MASK64, SamplingParams
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 from trtllm_replayssm.triton.openai.answers import Chat, Completion, Form, Json, error_body, joined, usage
 from trtllm_replayssm.triton.openai.backend import Backend, BackendError, Piece
@@ -131,6 +131,9 @@ class Front:
         if len(prompts) * asked.n > MAX_CHOICES:
             raise UserError(f"{len(prompts)} prompts with n {asked.n} are more than {MAX_CHOICES} continuations")
         known, longest = self.config.checkpoint.num_tokens or self.config.decoder().vocab_size, self.config.max_seq_len
+        for token in asked.params.stop_token_ids:
+            if token >= known:
+                raise UserError(f"end token {token} does not exist; the model has ids 0 to {known - 1}")
         made: list[Choice] = []
         for prompt in prompts:
             if not prompt:
@@ -144,7 +147,9 @@ class Front:
                     f"{len(prompt)} prompt tokens and {asked.max_tokens or 1} output tokens are more than the model's {longest}"
                 )
             for i in range(asked.n):
-                params = replace(asked.params, max_tokens=asked.max_tokens or room, seed=asked.params.seed + i)
+                params = replace(
+                    asked.params, max_tokens=asked.max_tokens or room, seed=(asked.params.seed + i) & MASK64
+                )
                 made.append(Choice(len(made), prompt, params))
         return made
 

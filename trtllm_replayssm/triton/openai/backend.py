@@ -50,9 +50,10 @@ class Backend:
 
         Raises BackendError.
         """
+        given = inputs(token_ids, params)
 
         async def request() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": TOKEN_MODEL, "inputs": inputs(token_ids, params)}
+            yield {"model_name": TOKEN_MODEL, "inputs": given}
 
         responses = self.client.stream_infer(request())
         try:
@@ -80,7 +81,8 @@ def inputs(token_ids: list[int], params: SamplingParams) -> list[triton.InferInp
     if params.top_k is not None:
         arrays["runtime_top_k"] = np.asarray([[params.top_k]], np.int32)
     if params.top_p is not None:
-        arrays["runtime_top_p"] = np.asarray([[params.top_p]], np.float32)
+        # Not 0 by rounding, which clients of TensorRT-LLM send for a top_p that is not wanted.
+        arrays["runtime_top_p"] = np.asarray([[max(params.top_p, np.finfo(np.float32).tiny)]], np.float32)
     if params.logprobs is not None:
         arrays["num_log_probs"] = np.asarray([[params.logprobs]], np.int32)
     if params.stop_words:

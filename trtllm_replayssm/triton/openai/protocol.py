@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.runtime.sampling import SamplingParams
+from trtllm_replayssm.runtime.sampling import MASK64, SamplingParams
+from trtllm_replayssm.runtime.tokenizer import check_unicode
 
 Json = dict[str, Any]
 Reader = Callable[[Any], bool]
@@ -16,6 +17,8 @@ Reader = Callable[[Any], bool]
 DEFAULT_MAX_TOKENS = 16
 #: Most continuations of all prompts of a request, stop strings, and likeliest tokens that are listed.
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS = 64, 16, 20
+#: What Triton's tensors can hold of a temperature.
+FLOAT32_MAX = 3.4e38
 
 
 def is_int(low: int, high: int | None = None) -> Reader:
@@ -24,6 +27,10 @@ def is_int(low: int, high: int | None = None) -> Reader:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_temperature(value: Any) -> bool:
+    return is_number(value) and not value < 0 and not value > FLOAT32_MAX
 
 
 def is_bool(value: Any) -> bool:
@@ -62,10 +69,10 @@ def is_one_of(*values: Any) -> Reader:
 SHARED: dict[str, tuple[Reader, str]] = {
     "model": (lambda value: isinstance(value, str), "a string"),
     "max_tokens": (is_int(1), "an integer, 1 or more"),
-    "temperature": (is_number, "a number"),
+    "temperature": (is_temperature, "a number, 0 or more"),
     "top_p": (is_number, "a number"),
-    "top_k": (is_int(-1), "an integer, 0 or -1 for all tokens"),
-    "seed": (is_int(0), "an integer, 0 or more"),
+    "top_k": (is_int(-1, (1 << 31) - 1), "an integer, 0 or -1 for all tokens"),
+    "seed": (is_int(0, MASK64), "an integer of 64 bits, 0 or more"),
     "n": (is_int(1, MAX_CHOICES), f"an integer, 1 to {MAX_CHOICES}"),
     "stop": (is_strings, f"a string, or a list of at most {MAX_STOPS}, none of them empty"),
     "stop_token_ids": (is_ids, "a list of token ids"),
@@ -145,6 +152,8 @@ def wanted(given: Json, default_max_tokens: int | None, logprobs: int | None, se
         ignore_eos=given.get("ignore_eos", False),
         logprobs=logprobs,
     )
+    for word in params.stop_words:
+        check_unicode(word, "stop")
     stream = given.get("stream", False)
     if "stream_options" in given and not stream:
         raise UserError("stream_options is only for streams")
