@@ -318,6 +318,27 @@ def test_an_exception_ends_those_it_hit_and_no_one_else(
     assert again.tokens == alone(engine, 0, again.prompt, max_tokens=9).tokens
 
 
+def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for the one that is to make room; it ends, and the slot goes to the one that waits."""
+    made = scheduler(engine, time_slice=3)
+    asked = [request(engine, name, [2 + name], max_tokens=9) for name in range(5)]
+    for one in asked:
+        made.submit(one)
+    save = made.session.save
+
+    def failing_save(slot: int, device: Any) -> Any:
+        if made.running[slot].request.request_id == 0:
+            raise MemoryError("no memory")
+        return save(slot, device)
+
+    monkeypatch.setattr(made.session, "save", failing_save)
+    errors = {u.request_id: u.error for u in finish(made) if u.finished}
+    assert {name for name, error in errors.items() if isinstance(error, MemoryError)} == {0}
+    for one in asked[1:]:
+        assert errors[one.request_id] is None
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9).tokens
+
+
 def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made = scheduler(engine, "mtp")
     asked = [request(engine, name, [2 + name] * 5, max_tokens=9) for name in range(3)]
@@ -373,12 +394,17 @@ def test_coroutines_stream_at_the_same_time(engine: Engine) -> None:
         assert tokens == alone(engine, 0, [2 + name], max_tokens=5 + name).tokens
 
 
-def test_a_front_that_is_closed_ends_its_streams(engine: Engine) -> None:
-    async def scenario() -> Update:
-        async with AsyncScheduler(scheduler(engine)) as front:
+def test_a_front_that_is_closed_ends_its_streams_and_can_be_opened_again(engine: Engine) -> None:
+    async def scenario() -> tuple[Update, list[int]]:
+        front = AsyncScheduler(scheduler(engine))
+        async with front:
             updates = front.generate(request(engine, 0, [2], max_tokens=60))
             await anext(updates)
-        return [update async for update in updates][-1]
+        last = [update async for update in updates][-1]
+        async with front:
+            again = [update async for update in front.generate(request(engine, 0, [2], max_tokens=9))]
+        return last, [token for update in again for token in update.token_ids]
 
-    last = asyncio.run(scenario())
+    last, tokens = asyncio.run(scenario())
     assert isinstance(last.error, UserError)
+    assert tokens == alone(engine, 0, [2], max_tokens=9).tokens

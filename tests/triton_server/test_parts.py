@@ -152,6 +152,26 @@ def test_a_step_that_fails_as_a_whole_ends_all_and_goes_on(engine: Path, monkeyp
     assert isinstance(submit(llm, stepping, 1, 4).end().error, UserError)
 
 
+def test_an_order_that_fails_does_not_swallow_those_behind_it(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that came in with it are run or told; none waits for ever."""
+    llm = LLM(engine, device="cpu")
+    stepping, submitted = SteppingThread(llm.scheduler), llm.scheduler.submit
+
+    def submit_or_fail(request: Any) -> None:
+        if request.request_id == 1:
+            raise ZeroDivisionError
+        submitted(request)
+
+    monkeypatch.setattr(llm.scheduler, "submit", submit_or_fail)
+    # As if the thread were in the middle of a step while these come in.
+    stepping.ended = None
+    inboxes = [submit(llm, stepping, name, 4) for name in range(3)]
+    stepping.start()
+    ends = [inbox.end() for inbox in inboxes]
+    assert [type(end.error) for end in ends] == [ZeroDivisionError, ZeroDivisionError, type(None)]
+    stepping.close()
+
+
 def test_a_scheduler_that_cannot_go_on_is_given_up(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, told = LLM(engine, device="cpu"), Inbox()
     stepping = SteppingThread(llm.scheduler, lost=lambda error: told.updates.put(Update(0, [], "", error=error)))

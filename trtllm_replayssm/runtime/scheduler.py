@@ -128,7 +128,10 @@ class Scheduler:
         self.updates.clear()
 
     def preempt(self, request_id: RequestId) -> bool:
-        """Take a running request out of its slot; it goes on where it stood, after all that wait now. False if not running."""
+        """Take a running request out of its slot; it goes on where it stood, after all that wait now. False if not running.
+
+        Where there is no memory for its state, it ends with that error.
+        """
         for slot, job in self.running.items():
             if job.request.request_id == request_id:
                 self.take_out(slot)
@@ -136,9 +139,14 @@ class Scheduler:
         return False
 
     def take_out(self, slot: int) -> None:
+        try:
+            drafted = None if self.drafter is None else self.drafter.save(slot)
+            saved = Saved(self.session.save(slot, "cpu"), drafted)
+        except Exception as error:
+            self.end_all([slot], error)
+            return
         job = self.running.pop(slot)
-        drafted = None if self.drafter is None else self.drafter.save(slot)
-        job.saved = Saved(self.session.save(slot, "cpu"), drafted)
+        job.saved = saved
         self.waiting.append(job)
 
     # ---- steps -------------------------------------------------------------------------------------------------------

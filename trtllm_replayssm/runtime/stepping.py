@@ -58,10 +58,12 @@ class SteppingThread:
         self.changed = Condition()
         #: Why no further request is taken; None while the thread runs.
         self.ended: Exception | None = UserError("the scheduler is not running")
-        self.thread = Thread(target=self.run, name="trtllm-replayssm-step", daemon=True)
+        self.thread: Thread
 
     def start(self) -> None:
+        """Begin, or begin again after ``close``."""
         self.ended = None
+        self.thread = Thread(target=self.run, name="trtllm-replayssm-step", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
@@ -107,24 +109,35 @@ class SteppingThread:
             with self.changed:
                 while self.ended is None and not self.orders and not self.scheduler.busy:
                     self.changed.wait()
-                orders, self.orders = self.orders, []
+                orders, self.orders = iter(self.orders), []
             try:
-                for action, _ in orders:
-                    action()
+                for action, otherwise in orders:
+                    self.carry_out(action, otherwise)
                 updates = self.step() if self.scheduler.busy else []
             except Exception as error:
                 log.error(
                     "a step failed, and all requests with it: %s", error, exc_info=log.isEnabledFor(logging.DEBUG)
                 )
+                with self.changed:
+                    # Those behind an order that failed are for what comes after it.
+                    self.orders[:0] = orders
                 self.fail(error)
             else:
                 for update in updates:
                     self.deliver(update)
         with self.changed:
-            orders, self.orders = self.orders, []
-        for _, otherwise in orders:
+            left, self.orders = self.orders, []
+        for _, otherwise in left:
             otherwise(self.ended)
         self.end_all(self.ended)
+
+    @staticmethod
+    def carry_out(action: Callable[[], object], otherwise: Callable[[Exception], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            otherwise(error)
+            raise
 
     def step(self) -> list[Update]:
         began = time.time_ns()
