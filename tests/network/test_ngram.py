@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from hf_models import build, random_ids, reference_logits
-from test_parity import TOLERANCE, absorb, case
+from hf_models import build
 from test_torch_ops import network
 
 from trtllm_replayssm.network.ngram import NgramHash, primes_from
-from trtllm_replayssm.runtime.session import Session
 
 SPEC = NgramHash(size=3, heads=2, table_rows=50, vocab_size=20, seed=5, index=1, end_token=2)
 
@@ -35,24 +33,6 @@ def test_constants_are_those_of_transformers(name: str) -> None:
         assert list(spec.multipliers) == theirs.layer_multipliers.tolist()
         assert list(spec.primes) == theirs.ngram_heads_vocab_sizes.tolist()
         assert list(spec.offsets) == theirs.ngram_heads_offsets.tolist()
-
-
-@pytest.mark.parametrize("name", ["qwen4_exp_text", "qwen4_exp_vl"])
-def test_texts_that_end_within_a_prompt(name: str) -> None:
-    """Prefill in chunks and decode; ends of texts, two in a row among them, stand on all sides of a chunk's edge."""
-    model = build(name)
-    ids = random_ids(1, 30)
-    ids[0, [0, 3, 4, 6, 11, 12, 19, 21, 26]] = model.config.get_text_config().eos_token_id
-    expected, session = reference_logits(model, ids), case(name).session(window=4)
-    chunks = ids.split((4, 8, 1, 9, *(1,) * 8), 1)
-    got = torch.cat([absorb(session, chunk) for chunk in chunks[:4]] + [step(session, t) for t in chunks[4:]], 1)
-    assert float((got - expected).abs().max()) < TOLERANCE
-
-
-def step(session: Session, token: torch.Tensor) -> torch.Tensor:
-    logits = session.step(token)
-    session.commit(0, [1])
-    return logits
 
 
 def test_products_of_a_published_vocabulary_do_not_wrap() -> None:
