@@ -32,6 +32,11 @@ FIXED = {
     "use_grouped_topk": True,
     "num_nextn_predict_layers": 0,
 }
+#: Keys that only sparse layers read; a model without such layers may still state them.
+SPARSE_ONLY = (
+    *("moe_intermediate_size", "moe_renormalize", "num_experts", "num_experts_per_token", "num_shared_experts"),
+    *("num_expert_group", "topk_group", "routed_scaling_factor"),
+)
 
 
 class KimiLinear(BlueprintFamily):
@@ -63,6 +68,8 @@ class KimiLinear(BlueprintFamily):
             raise config.fail("num_key_value_heads", f"is not num_attention_heads, {heads}")
         self.epsilon = config.number("rms_norm_eps")
         kinds, mlps = self.layer_types(), self.mlp_types()
+        if "sparse" not in mlps:
+            config.ignore(*SPARSE_ONLY)
         branches: list[Branch] = []
         for i, (kind, mlp) in enumerate(zip(kinds, mlps)):
             branches += self.block(f"{self.prefix}layers.{i}.", kind, mlp == "sparse")

@@ -1,0 +1,104 @@
+"""Results of the accuracy comparison as JSON, as Markdown, and as a picture of the drift over positions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.accuracy_variants import BASELINE
+from trtllm_replayssm.bench.plots import save_plot
+from trtllm_replayssm.runtime.files import output_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SCHEMA_VERSION = 1
+#: What low precision could be and is not: no option of this version makes such an engine, so no row is one.
+MISSING = (
+    ("fp8 and nvfp4 read copies as an engine option", "emulated rows only: no kernel writes or reads a copy"),
+    ("int8, fp8 and nvfp4 states as an engine option", "emulated rows only: engines keep 32- or 16-bit states"),
+    ("16-bit states rounded at random", "the Mamba-2 recurrence can, but no engine option asks for it"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant over all texts.
+
+    bits_per_byte: of all positions. by_position: the same of each segment of positions. agreement: share of positions whose
+    most probable token is the baseline's. drift: mean absolute difference, in bits, of the true token's information to the
+    baseline's, in each segment. rewrites: state rewrites of all texts. seconds: of the run.
+    """
+
+    name: str
+    emulated: bool
+    bits_per_byte: float
+    by_position: list[float]
+    agreement: float
+    drift: list[float]
+    rewrites: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """segments: first position of each, and the number of positions at the end. results: in the order of the run."""
+
+    model: str
+    about: dict[str, Any]
+    segments: list[int]
+    results: list[Result] = field(default_factory=list)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write NAME.json and NAME.md, each complete or not at all. Raises UserError when that fails."""
+        paths = [folder / f"{self.model}{suffix}" for suffix in (".json", ".md")]
+        content = {"schema_version": SCHEMA_VERSION, **asdict(self), "missing": [list(row) for row in MISSING]}
+        for path, text in zip(paths, (json.dumps(content, indent=1) + "\n", self.markdown())):
+            with output_file(path) as file:
+                file.write(text.encode())
+        return paths
+
+    def markdown(self) -> str:
+        about, base = self.about, self.results[0].bits_per_byte
+        machine, lines = about["machine"], [f"## {self.model}", ""]
+        lines.append(
+            f"{about['rows']} texts of {about['context_len']} tokens ({about['bytes_per_token']:.2f} bytes each), activations"
+            f" in {about['dtype']}, {about['plugins']} implementation on {machine['name']}, {machine['date']}."
+        )
+        lines.append("")
+        ends = [f"from {first}" for first in self.segments[:-1]]
+        header = ["state", "bits a byte", "more than standard", "same next token", *(f"drift {end}" for end in ends)]
+        rows = [header, ["---"] * len(header)]
+        for result in self.results:
+            more = "" if result.name == BASELINE else f"{result.bits_per_byte / base - 1:+.4%}"
+            name = f"{result.name} (emulated)" if result.emulated else result.name
+            cells = [name, f"{result.bits_per_byte:.5f}", more, f"{result.agreement:.3%}"]
+            rows.append([*cells, *(f"{value:.1e}" for value in result.drift)])
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines += ["", "Not measured, because it does not exist:", ""]
+        lines += [f"* {what}: {why}" for what, why in MISSING]
+        return "\n".join(lines) + "\n"
+
+    def plot(self, folder: Path) -> list[Path]:
+        """Write NAME.png, the drift over positions, unless no variant drifts."""
+        drifting = [result for result in self.results if any(value > 0 for value in result.drift)]
+        if not drifting:
+            return []
+        path, middles = folder / f"{self.model}.png", [sum(ends) / 2 for ends in pairwise(self.segments)]
+
+        def draw(axes: Axes) -> None:
+            for number, result in enumerate(drifting):
+                style = "--" if result.emulated else "-"
+                # Ten colours, then the same with another marker.
+                axes.plot(
+                    middles, result.drift, style, marker="osv^D"[number // 10 % 5], markersize=3, label=result.name
+                )
+            axes.set_yscale("log")
+            axes.figure.set_size_inches(11, 6)  # type: ignore[union-attr]
+
+        title = f"Drift of {self.model} from a float32 state rewritten at every token"
+        save_plot(path, title, "position, tokens", "bits", draw)
+        return [path]

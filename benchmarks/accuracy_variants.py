@@ -1,0 +1,116 @@
+"""The ways to keep a recurrent state whose accuracy is compared.
+
+Most are options of an engine. 8- and 4-bit states are emulated around the engine's own recurrence, whichever computes it: the
+state in memory stays float32 and holds only values of the format. Emulated variants say what a format loses; they have no
+kernel, and no speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.accuracy_formats import FORMATS
+from trtllm_replayssm.bench.decode import with_replay
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
+from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.plugins.cursors import Step
+from trtllm_replayssm.plugins.implementation import Implementation
+from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.engine import Engine
+
+Layer = Callable[..., Tensor]
+Quantise = Callable[[Tensor], Tensor]
+
+#: What every other variant is held against: the state in float32, rewritten at every token.
+BASELINE = "float32, standard"
+#: Window of variants that are not tried at all of them.
+USUAL_WINDOW = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """replay: options of the engine. emulated: how the recurrent layers are changed; None for a real engine."""
+
+    name: str
+    replay: ReplayConfig
+    emulated: Callable[[Layer], Layer] | None = None
+
+    def engine(self, engine: Engine, rows: int) -> Engine:
+        """The engine with these options and ``rows`` slots."""
+        changed = with_replay(engine, self.replay, rows, 1)
+        return changed if self.emulated is None else replace(changed, plugins=wrapped(engine.plugins, self.emulated))
+
+
+def wrapped(plugins: Implementation, around: Callable[[Layer], Layer]) -> Implementation:
+    layers = {name: around(getattr(plugins, name)) for name in ("mamba2", "gated_delta", "kda")}
+    return replace(plugins, **layers)
+
+
+def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
+    """All that suit the engine's layers, the baseline first."""
+    plain = replace(
+        engine.config.replay, window=1, max_draft_len=0, state_dtype="float32", fold="exact", ring_dtype="auto"
+    )
+    usual = replace(plain, window=USUAL_WINDOW)
+    yield Variant(BASELINE, plain)
+    for dtype in ("float32", "bfloat16", "float16"):
+        typed = replace(plain, state_dtype=dtype)
+        if dtype != "float32":
+            yield Variant(f"{dtype}, standard", typed)
+        for window in windows:
+            yield Variant(f"{dtype}, window {window}", replace(typed, window=window))
+    if any(isinstance(layer, GatedDelta | Kda) for _, layer in engine.decoder.named_parts()):
+        for ring in ("float32", "float16", "bfloat16"):
+            derived = replace(usual, fold="derived", ring_dtype=ring)
+            yield Variant(f"float32, window {USUAL_WINDOW}, derived fold of {ring} updates", derived)
+    for name, quantise in FORMATS.items():
+        for window, replay in (("standard", plain), (f"window {USUAL_WINDOW}", usual)):
+            yield Variant(f"{name} single copy, {window}", replay, single_copy(quantise))
+    for name in ("fp8", "nvfp4"):
+        yield Variant(f"{name} read copy, window {USUAL_WINDOW}", usual, read_copy(FORMATS[name]))
+
+
+def single_copy(quantise: Quantise) -> Callable[[Layer], Layer]:
+    """The state itself is quantised whenever it is written, so that rounding feeds back."""
+
+    def around(inner: Layer) -> Layer:
+        def layer(*arguments: Any) -> Tensor:
+            *_, step, pools = arguments
+            outputs, state = inner(*arguments), pools["state"]
+            state.copy_(torch.where(written(step, state), quantise(state), state))
+            return outputs
+
+        return layer
+
+    return around
+
+
+def read_copy(quantise: Quantise) -> Callable[[Layer], Layer]:
+    """Outputs read a quantised copy of the checkpoint and the exact ring; folds read the checkpoint and the ring."""
+
+    def around(inner: Layer) -> Layer:
+        def layer(*arguments: Any) -> Tensor:
+            *inputs, step, pools = arguments
+            copies = {name: pool.clone() for name, pool in pools.items()}
+            copies["state"].copy_(quantise(pools["state"]))
+            outputs = inner(*inputs, step, copies)
+            inner(*arguments)
+            return outputs
+
+        return layer
+
+    return around
+
+
+def written(step: Tensor, state: Tensor) -> Tensor:
+    """Which slots' states ``[slots, ...]`` a step of info ``[rows, STEP_WORDS]`` rewrites, as a mask that broadcasts."""
+    slots, folds = step[:, Step.SLOT].long(), step[:, Step.FOLD_TO] > step[:, Step.FOLDED]
+    # Padding rows mark a place behind the last slot.
+    marks = torch.zeros(len(state) + 1, dtype=torch.bool, device=state.device)
+    marks.scatter_(0, torch.where(slots < 0, len(state), slots), folds)
+    return marks[:-1].view(-1, *([1] * (state.ndim - 1)))
