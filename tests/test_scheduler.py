@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +67,9 @@ def scheduler(engine: Engine, kind: str = "plain", **options: Any) -> Scheduler:
 
 
 def request(engine: Engine, name: int, prompt: list[int], **params: Any) -> Request:
-    stream = TextStream(Tokenizer(engine.folder), skip_special_tokens=True)
+    stream, drafts = TextStream(Tokenizer(engine.folder), skip_special_tokens=True), params.pop("drafts", ())
     sampling = SamplingParams(**{"end_id": -1} | params)
-    return Request(name, prompt, sampling, sampling.end_ids([1]), stream)
+    return Request(name, prompt, sampling, sampling.end_ids([1]), stream, drafts)
 
 
 def finish(made: Scheduler) -> list[Update]:
@@ -192,6 +193,60 @@ def test_no_step_is_larger_than_the_engine_allows_and_prompts_hold_nobody_up(
         counts.clear()
         made.step()
         assert sum(counts) <= engine.config.max_num_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("plain", {}),
+        ("ngram", {}),
+        ("mtp", {}),
+        ("draft_model", {}),
+        # Drafts that are drawn keep the distribution, not the draw; those of the caller and of n-grams are not drawn.
+        ("plain", {"temperature": 1.3, "seed": 5}),
+        ("ngram", {"temperature": 1.3, "seed": 5}),
+    ],
+)
+def test_drafts_of_the_caller_save_steps_and_change_no_token(engine: Engine, kind: str, params: dict[str, Any]) -> None:
+    """As far as they are right, they are taken 4 at a time; what is wrong, or too much, has no effect."""
+    params = params | {"max_tokens": 21}
+    prompts = [[3 + name] * (2 + 9 * name) for name in range(3)]
+    wanted = [alone(engine, 0, prompt, **params).tokens for prompt in prompts]
+    right, half, wrong = (
+        [*wanted[0], 7, 7],
+        [*wanted[1][:10], (wanted[1][10] + 1) % 250, *wanted[1][11:]],
+        [(wanted[2][0] + 1) % 250] * 30,
+    )
+    made = scheduler(engine, kind)
+    asked = [
+        request(engine, name, prompt, drafts=drafts, **params)
+        for name, (prompt, drafts) in enumerate(zip(prompts, (right, half, wrong)))
+    ]
+    for one in asked:
+        made.submit(one)
+    for _ in range(2):
+        made.step()
+    made.preempt(0)
+    finish(made)
+    assert [one.tokens for one in asked] == wanted
+    # The prompt gives the first token, five steps the other 20.
+    assert (asked[0].statistics.num_steps, asked[0].statistics.num_accepted_draft_tokens) == (5, 15)
+    assert asked[1].statistics.num_accepted_draft_tokens >= 7
+    if kind == "plain":
+        # 1 + 4 + 4 tokens, one and the first wrong draft's place, and 10 more.
+        assert (asked[1].statistics.num_steps, asked[1].statistics.num_draft_tokens) == (13, 9)
+        assert (asked[2].statistics.num_steps, asked[2].statistics.num_draft_tokens) == (20, 0)
+
+
+def test_drafts_that_cannot_be_are_refused(engine: Engine, tmp_path: Path) -> None:
+    made = scheduler(engine)
+    with pytest.raises(UserError, match=r"the draft of prompt 0 holds token id 9999; the model has ids 0 to"):
+        made.submit(request(engine, 0, [2], drafts=[3, 9999]))
+    with pytest.raises(UserError, match="holds token id -1"):
+        made.submit(request(engine, 0, [2], drafts=[3, -1]))
+    plain = synthetic.write_engine(tmp_path / "plain", MODEL, replace(OPTIONS, max_draft_len=0), text=True)
+    with pytest.raises(UserError, match="built without room for drafts"):
+        scheduler(synthetic.load(plain)).submit(request(engine, 0, [2], drafts=[3]))
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,15 @@ def test_two_ranks(tmp_path: Path, llm: LLM) -> None:
     work = [([70 + i] * (1 + 5 * i), 20 + i) for i in range(10)]
     expected = llm.generate([prompt for prompt, _ in work], [SamplingParams(max_tokens=count) for _, count in work])
     with serving(engine) as served:
-        streams = [Stream(served, {"input_ids": prompt, "request_output_len": count}) for prompt, count in work]
+        streams = [
+            # Every third says what it expects.
+            Stream(
+                served,
+                {"input_ids": prompt, "request_output_len": count}
+                | ({"draft_input_ids": wanted.outputs[0].token_ids} if count % 3 == 0 else {}),
+            )
+            for (prompt, count), wanted in zip(work, expected)
+        ]
         left = Stream(served, ASKED | {"request_output_len": 250, "streaming": True})
         left.leave()
         for stream, wanted in zip(streams, expected):

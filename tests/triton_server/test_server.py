@@ -128,6 +128,18 @@ def test_extras_of_a_request(served: Served, llm: LLM) -> None:
 # ---- clients that leave ----------------------------------------------------------------------------------------------
 
 
+def test_drafts_of_a_client_save_steps(served: Served, llm: LLM) -> None:
+    prompt = [70, 71, 72]
+    wanted = llm.generate(prompt, SamplingParams(max_tokens=21)).outputs[0].token_ids  # type: ignore[union-attr]
+    values = {"input_ids": prompt, "request_output_len": 21, "return_perf_metrics": True}
+    for drafts, accepted in ((wanted, 15), ([0, -1, 0], 0), ([(wanted[0] + 1) % 250], 0)):
+        answer = ask(served, values | {"draft_input_ids": drafts})
+        assert answer.tokens == wanted
+        assert answer.last["total_accepted_draft_tokens"].item() == accepted
+    guess = {"prompt_token_ids": prompt, "draft_token_ids": wanted}
+    assert llm.generate(guess, SamplingParams(max_tokens=21)).outputs[0].token_ids == wanted  # type: ignore[union-attr]
+
+
 def test_leaving_frees_the_slot(served: Served, llm: LLM) -> None:
     """A gRPC stream that is cancelled, an HTTP stream that is dropped, and a stop request; the others go on."""
     cancelled = served.settled()["replayssm_requests_total{cancelled}"]
@@ -197,6 +209,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN top_p": ({"runtime_top_p": math.nan}, "top_p is nan"),
     "top_p beyond 1": ({"runtime_top_p": 1.5}, "top_p is 1.5"),
     "negative top_k": ({"runtime_top_k": -2}, "top_k is -2"),
+    "unknown draft": ({"draft_input_ids": [65, 258]}, "the draft of prompt .* token id 258"),
     "unknown end": ({"end_id": 9999}, "end token 9999"),
     "beams": ({"beam_width": 4}, "beam_width is 4"),
     "penalty": ({"repetition_penalty": 1.5}, "repetition_penalty is 1.5"),

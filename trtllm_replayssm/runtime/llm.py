@@ -12,7 +12,7 @@ import torch
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine import Engine, PluginImpl
 from trtllm_replayssm.runtime.generation import OnText, generate
-from trtllm_replayssm.runtime.outputs import RequestOutput
+from trtllm_replayssm.runtime.outputs import RequestId, RequestOutput
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.ranks import lost_ranks
 from trtllm_replayssm.runtime.request import Request
@@ -22,7 +22,8 @@ from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.options import SpeculationOptions
 from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
 
-#: Text, token ids, or ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, ``{"input_ids": ids}``.
+#: Text, token ids, or ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, ``{"input_ids": ids}``; a mapping may also have
+#: ``"draft_token_ids"``, a guess of the output.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -84,23 +85,37 @@ class LLM:
         prompts: list[Any] = [inputs] if single else list(inputs)
         given = [prompt_of(i, prompt) for i, prompt in enumerate(prompts)]
         every_params = per_prompt(sampling_params, len(prompts))
-        requests = [self.request(i, *prompt, params) for i, (prompt, params) in enumerate(zip(given, every_params))]
+        requests = [
+            self.request(i, text, token_ids, params, drafts)
+            for i, ((text, token_ids, drafts), params) in enumerate(zip(given, every_params))
+        ]
         with lost_ranks(self.engine.config.world_size):
             generate(self.scheduler, requests, on_text)
         outputs = [
             RequestOutput(
                 request.request_id, text, request.prompt, [request.output()], cached_tokens=request.cached_tokens
             )
-            for request, (text, _) in zip(requests, given)
+            for request, (text, *_) in zip(requests, given)
         ]
         return outputs[0] if single else outputs
 
-    def request(self, index: int, text: str | None, token_ids: list[int] | None, params: SamplingParams) -> Request:
-        """One prompt, ready to run; exactly one of text and token_ids is given."""
+    def request(
+        self,
+        index: RequestId,
+        text: str | None,
+        token_ids: list[int] | None,
+        params: SamplingParams,
+        drafts: Sequence[int] = (),
+    ) -> Request:
+        """One prompt, ready to run; exactly one of text and token_ids is given.
+
+        drafts: what is likely to be generated; its first steps verify that instead of making one token each.
+        """
         if token_ids is None:
             token_ids = self.tokenizer.encode(text or "", params.add_special_tokens)
         stream = TextStream(self.tokenizer, params.skip_special_tokens) if self.has_tokenizer else None
-        return Request(index, token_ids, params, params.end_ids(self.engine.config.checkpoint.eos_token_ids), stream)
+        end_ids = params.end_ids(self.engine.config.checkpoint.eos_token_ids)
+        return Request(index, token_ids, params, end_ids, stream, drafts)
 
 
 def per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -111,9 +126,13 @@ def per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     return list(params)
 
 
-def prompt_of(index: int, prompt: Any) -> tuple[str | None, list[int] | None]:
-    """Text or token ids of a prompt. Raises UserError when it is neither."""
+def prompt_of(index: int, prompt: Any) -> tuple[str | None, list[int] | None, list[int]]:
+    """Text or token ids of a prompt, and its drafts. Raises UserError when it is neither."""
+    drafts: Any = []
     if isinstance(prompt, Mapping):
+        drafts = prompt.get("draft_token_ids", [])
+        if isinstance(drafts, str) or not isinstance(drafts, Sequence):
+            raise UserError(f"prompt {index}: draft_token_ids is a {type(drafts).__name__}")
         given = [name for name in ("prompt", "prompt_token_ids", "input_ids") if name in prompt]
         if len(given) != 1:
             raise UserError(
@@ -123,7 +142,7 @@ def prompt_of(index: int, prompt: Any) -> tuple[str | None, list[int] | None]:
         if isinstance(prompt, str) != (given == ["prompt"]):
             raise UserError(f"prompt {index}: {given[0]} is a {type(prompt).__name__}")
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt, None, list(drafts)
     if isinstance(prompt, Sequence):
-        return None, list(prompt)
+        return None, list(prompt), list(drafts)
     raise UserError(f"prompt {index} is a {type(prompt).__name__}; give text, token ids, or a dict with one of them")

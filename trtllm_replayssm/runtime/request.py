@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ class Request:
 
     limit: tokens to generate. stream: decodes them; None without a tokenizer. history: prompt and tokens. text: what is
     certain so far; its first ``sent`` characters were handed out, the rest may be the beginning of a stop string.
+    drafts: what the caller thinks will be generated, cut off before the first token that turned out to be another one.
     cached_tokens: prompt tokens that came from the prefix cache.
     """
 
@@ -35,12 +37,14 @@ class Request:
         params: SamplingParams,
         end_ids: frozenset[int],
         stream: TextStream | None,
+        drafts: Sequence[int] = (),
     ) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.end_ids, self.stream = end_ids, stream
         self.limit = params.max_tokens
         self.history = list(prompt)
         self.tokens: list[int] = []
+        self.drafts = tuple(drafts)
         self.logits: list[Tensor] = []
         self.logprobs: list[dict[int, Logprob]] = []
         self.text, self.sent = "", 0
@@ -59,6 +63,11 @@ class Request:
         """Tokens that may still be generated."""
         return self.limit - len(self.tokens)
 
+    def next_drafts(self, count: int) -> tuple[int, ...]:
+        """Up to ``count`` of the caller's drafts that are still to be verified."""
+        place = len(self.tokens)
+        return self.drafts[place : place + count]
+
     @property
     def keeps_logits(self) -> bool:
         """Whether ``take`` needs the logits that a token was chosen from."""
@@ -69,6 +78,9 @@ class Request:
 
         logits: ``[vocab]`` that it was chosen from; None where ``keeps_logits`` does not ask for them.
         """
+        place = len(self.tokens)
+        if self.drafts[place : place + 1] != (token,):
+            self.drafts = self.drafts[:place]
         self.tokens.append(token)
         self.history.append(token)
         if logits is not None and self.params.return_generation_logits:
@@ -154,9 +166,15 @@ def check_request(engine: Engine, request: Request) -> None:
     known = config.checkpoint.num_tokens or engine.decoder.vocab_size
     if not request.prompt:
         raise UserError(f"{which} is empty", "a prompt needs at least one token")
-    for token in request.prompt:
-        if type(token) is not int or not 0 <= token < known:
-            raise UserError(f"{which} holds token id {token!r}; the model has ids 0 to {known - 1}")
+    for kind, tokens in ((which, request.prompt), (f"the draft of {which}", request.drafts)):
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < known:
+                raise UserError(f"{kind} holds token id {token!r}; the model has ids 0 to {known - 1}")
+    if request.drafts and config.replay.max_draft_len == 0:
+        raise UserError(
+            f"{which} has a draft, and the engine was built without room for drafts (max_draft_len 0)",
+            "leave the draft out, or build the engine with --max_draft_len 3, for example",
+        )
     for token in (request.params.end_id or 0, *request.params.stop_token_ids):
         if token >= known:
             raise UserError(f"end token {token} does not exist; the model has ids 0 to {known - 1}")

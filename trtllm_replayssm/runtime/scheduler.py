@@ -276,15 +276,21 @@ class Scheduler:
         self.finish_step(tokens, logits, first, tokens, starts)
 
     def drafts(self, slots: list[int]) -> dict[int, Draft]:
-        """A draft for each slot, empty where there is none. The last token of a request needs no draft."""
-        contexts = {}
+        """A draft for each slot, empty where there is none: the caller's while it is right, the drafter's otherwise.
+
+        The last token of a request needs no draft.
+        """
+        given, contexts, longest = {}, {}, self.session.replay.max_draft_len
         for slot in slots:
             job = self.running[slot]
-            limit = 0 if job.draft_length is None else min(job.draft_length.value, job.request.remaining - 1)
-            if limit > 0:
-                contexts[slot] = Context(job.request.history, job.request.params, limit)
+            request, room = job.request, job.request.remaining - 1
+            limit = 0 if job.draft_length is None else min(job.draft_length.value, room)
+            if own := request.next_drafts(min(longest, room)):
+                given[slot] = Draft(own)
+            elif limit > 0:
+                contexts[slot] = Context(request.history, request.params, limit)
         found = self.drafter.propose(contexts) if self.drafter is not None and contexts else {}
-        return {slot: found.get(slot, Draft()) for slot in slots}
+        return {slot: given.get(slot) or found.get(slot, Draft()) for slot in slots}
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 
@@ -306,7 +312,7 @@ class Scheduler:
             one = not draft.tokens
             new = own[row][:1] if one else verify(logits[row], own[row], draft, request.params, request.position)
             tokens.append(new)
-        return dict(zip(drafts, agreed(tokens, self.max_draft_len + 1, self.session.engine)))
+        return dict(zip(drafts, agreed(tokens, self.session.replay.verify_tokens, self.session.engine)))
 
     def commit(self, kept: Mapping[int, list[int]], first: int) -> None:
         self.session.commit(first, [len(kept.get(slot, ())) for slot in range(first, max(kept) + 1)])

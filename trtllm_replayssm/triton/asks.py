@@ -26,12 +26,15 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "return_context_logits": (0,),
 }
 #: The same for inputs of any size: they must be empty.
-MUST_BE_EMPTY = ("bad_words_list", "bad_words", "draft_input_ids")
+MUST_BE_EMPTY = ("bad_words_list", "bad_words")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Exactly one of text and token_ids is given. exclude_input: leave the prompt out of output_ids."""
+    """One request. Exactly one of text and token_ids is given.
+
+    exclude_input: leave the prompt out of output_ids. draft_ids: what the client thinks the output begins with.
+    """
 
     text: str | None
     token_ids: list[int] | None
@@ -39,6 +42,7 @@ class Ask:
     streaming: bool = False
     exclude_input: bool = True
     return_perf_metrics: bool = False
+    draft_ids: tuple[int, ...] = ()
 
 
 def read_ask(arrays: Arrays, exclude_input: bool, decode: Callable[[list[int]], str]) -> Ask:
@@ -78,6 +82,7 @@ def read_ask(arrays: Arrays, exclude_input: bool, decode: Callable[[list[int]], 
         add_special_tokens=scalar(arrays, "add_special_tokens", bool) is not False,
         skip_special_tokens=scalar(arrays, "skip_special_tokens", bool) is not False,
     )
+    drafts = arrays.get("draft_input_ids")
     excludes = scalar(arrays, "exclude_input_in_output", bool)
     return Ask(
         text,
@@ -86,6 +91,7 @@ def read_ask(arrays: Arrays, exclude_input: bool, decode: Callable[[list[int]], 
         streaming=scalar(arrays, "streaming", bool) or False,
         exclude_input=exclude_input if excludes is None else excludes,
         return_perf_metrics=scalar(arrays, "return_perf_metrics", bool) or False,
+        draft_ids=() if drafts is None or is_empty(drafts) else tuple(drafts.reshape(-1).tolist()),
     )
 
 

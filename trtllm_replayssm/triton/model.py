@@ -104,7 +104,7 @@ class TritonPythonModel:
             channel.finish()
             return
         ask = read_ask(arrays, self.options.exclude_input_in_output, lambda ids: self.llm.tokenizer.decode(ids, False))
-        made = self.llm.request(next(self.ids), ask.text, ask.token_ids, ask.params)
+        made = self.llm.request(next(self.ids), ask.text, ask.token_ids, ask.params, ask.draft_ids)
         check_room(self.llm.engine.config.max_seq_len, len(made.prompt), ask.params.max_tokens)
         check_request(self.llm.engine, made)
         if client_id:

@@ -104,7 +104,7 @@ class LeadingScheduler:
         return self.scheduler.busy
 
     def submit(self, request: Request) -> None:
-        self.ranks.tell("submit", request.request_id, request.prompt, request.params)
+        self.ranks.tell("submit", request.request_id, request.prompt, request.params, request.drafts)
         self.scheduler.submit(request)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -127,8 +127,8 @@ def follow(argument: tuple[ServingOptions, Path, Connection]) -> int:
     llm = options.load(version_folder)
     llm.session.warm_up()
     calls: dict[str, Callable[..., object]] = {
-        "submit": lambda request_id, prompt, params: llm.scheduler.submit(
-            llm.request(request_id, None, prompt, params)
+        "submit": lambda request_id, prompt, params, drafts: llm.scheduler.submit(
+            llm.request(request_id, None, prompt, params, drafts)
         ),
         "cancel": llm.scheduler.cancel,
         "step": llm.scheduler.step,

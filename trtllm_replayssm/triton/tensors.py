@@ -53,6 +53,8 @@ INPUTS = (
     TensorSpec("return_perf_metrics", "BOOL"),
     TensorSpec("add_special_tokens", "BOOL"),
     TensorSpec("skip_special_tokens", "BOOL"),
+    # What the output is thought to begin with.
+    TensorSpec("draft_input_ids", "INT32", (-1,), tokens_only=True),
     # Only with the value that changes nothing (asks.NEUTRAL).
     TensorSpec("beam_width", "INT32"),
     TensorSpec("num_return_sequences", "INT32"),
@@ -64,7 +66,6 @@ INPUTS = (
     TensorSpec("bad_words_list", "INT32", (2, -1), tokens_only=True),
     TensorSpec("bad_words", "STRING", (-1,)),
     TensorSpec("return_context_logits", "BOOL"),
-    TensorSpec("draft_input_ids", "INT32", (-1,), tokens_only=True),
 )
 
 #: Those of the first group are in every response; the others on the last one, where they were asked for.
