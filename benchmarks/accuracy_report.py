@@ -97,6 +97,8 @@ class Report:
                     middles, result.drift, style, marker="osv^D"[number // 10 % 5], markersize=3, label=result.name
                 )
             axes.set_yscale("log")
+            # Room for the legend.
+            axes.set_xlim(0, 1.7 * self.segments[-1])
             axes.figure.set_size_inches(11, 6)  # type: ignore[union-attr]
 
         title = f"Drift of {self.model} from a float32 state rewritten at every token"

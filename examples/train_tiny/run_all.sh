@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Trains the three models and measures what the precision of their states costs, all three at once on one GPU, from a checkout
+# that need not be installed.
+#
+# Usage: run_all.sh OUTPUT               trains into OUTPUT/NAME, writes OUTPUT/accuracy/NAME.{json,md,png}, OUTPUT/NAME.log
+#        run_all.sh OUTPUT MODELS        trains nothing: the models and held_out.txt are those in MODELS
+#
+# Environment: PYTHON (python3, 3.11 or later); NAMES ("mamba2 gated_delta kda"); TRAIN_ARGS and ACCURACY_ARGS, options for
+# train.py and benchmarks.accuracy; DTYPE, of the activations when accuracy is measured (float32).
+set -euo pipefail
+
+[ $# -eq 1 ] || [ $# -eq 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
+mkdir -p "$1"
+output=$(cd "$1" && pwd) models=$(cd "${2:-$1}" && pwd) train=$(($# == 1))
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/../.."
+source tests/gpu/use_checkout.sh
+checkpoints=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$site" "$checkpoints"' EXIT
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+
+# -P: the checkout must not hide the package made of its folders.
+all_of() {
+    if ((train)); then
+        "$python" examples/train_tiny/train.py "$1" --output_dir "$output" ${TRAIN_ARGS:-}
+    fi
+    "$python" -P -m trtllm_replayssm convert --model_dir "$models/$1" --output_dir "$checkpoints/$1" \
+        --dtype "${DTYPE:-float32}"
+    "$python" -P -m benchmarks.accuracy --checkpoint_dir "$checkpoints/$1" --text "$models/held_out.txt" \
+        --output "$output/accuracy" ${ACCURACY_ARGS:-}
+}
+
+names=(${NAMES:-mamba2 gated_delta kda}) processes=() failed=0
+for name in "${names[@]}"; do
+    (set -e; all_of "$name") >"$output/$name.log" 2>&1 &
+    processes+=($!)
+done
+for i in "${!names[@]}"; do
+    wait "${processes[i]}" || { failed=1; echo "${names[i]} failed:"; }
+    tail -n 12 "$output/${names[i]}.log"
+done
+exit $failed

@@ -1,0 +1,213 @@
+"""The accuracy report: formats by their definitions, and variants against transformers and against one another."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+# Behind everything else: the package is to be found where it is installed.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import accuracy
+from benchmarks.accuracy_formats import FORMATS, e2m1, e4m3
+from benchmarks.accuracy_report import MISSING
+from benchmarks.accuracy_variants import BASELINE, Variant, read_copy, single_copy, variants
+from trtllm_replayssm.builders.convert import convert
+from trtllm_replayssm.demo.models import make_checkpoint
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.build import build_engine
+from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.engine_config import BuildOptions
+from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.tokenizer import Tokenizer
+
+FAMILIES = ("nemotron_h", "qwen3_next", "kimi_linear")
+ROWS, LENGTH = 2, 37
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def nearest(x: float, values: list[float]) -> float:
+    """The nearest of all values by rising magnitude; of two as near the one at an even place, whose last bit is 0."""
+    size = min(abs(x), values[-1])
+    place = min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))
+    return math.copysign(values[place], x)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "values"),
+    [
+        (e2m1, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
+        (
+            e4m3,
+            [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1],
+        ),
+    ],
+)
+def test_numbers_round_to_the_nearest_value_of_the_format(rounded: Any, values: list[float]) -> None:
+    middles = [(a + b) / 2 for a, b in pairwise(values)]
+    points = [p for middle in middles for p in (middle, middle * (1 + 1e-6), middle * (1 - 1e-6))]
+    points += [*values, 2 * values[-1], 1e30, 0.3, 2.9]
+    points += [-p for p in points]
+    assert rounded(torch.tensor(points)).tolist() == [nearest(p, values) for p in torch.tensor(points).tolist()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_keep_their_scales_and_lose_little(name: str) -> None:
+    state = torch.randn(3, 2, 8, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 8)[:, None]
+    state[0, 0, 0] = 0
+    kept = FORMATS[name](state)
+    assert torch.isfinite(kept).all() and (kept[0, 0, 0] == 0).all()
+    rows = (kept - state).norm(dim=-1) / state.norm(dim=-1).clamp(min=1e-30)
+    # NVFP4 has one float32 scale a head, so that small rows fall out of its range; the largest rows tell its error.
+    assert rows[..., -1].max() < {"fp8": 0.04, "int8": 0.02, "nvfp4": 0.15}[name]
+    assert rows[..., -1].min() > {"fp8": 0.01, "int8": 0.002, "nvfp4": 0.05}[name]
+    again = FORMATS[name](kept)
+    assert (again - kept).norm() < 1e-5 * kept.norm()
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """A tiny model with random weights, its engine in float32, and tokens to feed."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.checkpoint = folder / family
+        self.model = make_checkpoint(family, folder / "hf")
+        convert(folder / "hf", self.checkpoint, dtype="float32")
+        build_engine(self.checkpoint, folder / "engine", BuildOptions(ROWS, 64, replay_window=1))
+        self.engine = Engine.load(folder / "engine", device="cpu")
+        random = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(3, 259, (ROWS, LENGTH), generator=random, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """For what is the same whatever the model."""
+    return Made("nemotron_h", tmp_path_factory.mktemp("one"))
+
+
+def test_variants_differ_as_their_precision_says(made: Made) -> None:
+    comparison = accuracy.Comparison(made.engine, made.tokens, 1.0)
+    results = {v.name: comparison.result(v) for v in variants(made.engine, [4, 16])}
+    base = results[BASELINE]
+    with torch.no_grad():
+        logits = made.model(input_ids=made.tokens.long(), use_cache=False).logits.float()
+    true = logits.log_softmax(-1)[:, :-1].gather(-1, made.tokens[:, 1:, None].long())
+    assert base.bits_per_byte == pytest.approx(-true.mean().item() / math.log(2), abs=1e-4)
+    assert base.agreement == 1 and set(base.drift) == {0.0} and len(base.drift) == accuracy.SEGMENTS
+
+    def drift(name: str) -> float:
+        return sum(results[name].drift) / accuracy.SEGMENTS
+
+    for window in (4, 16):
+        assert drift(f"float32, window {window}") < 1e-4 and results[f"float32, window {window}"].agreement > 0.97
+        assert drift(f"bfloat16, window {window}") > drift(f"float16, window {window}") > 1e-6
+        assert results[f"float32, window {window}"].rewrites == ROWS * ((LENGTH - 1) // window)
+    assert base.rewrites == ROWS * (LENGTH - 1)
+    for dtype in ("bfloat16", "float16"):
+        assert drift(f"{dtype}, standard") > drift(f"{dtype}, window 16")
+    for window in ("standard", "window 16"):
+        assert drift(f"nvfp4 single copy, {window}") > drift(f"fp8 single copy, {window}") > drift(f"float16, {window}")
+        assert results[f"int8 single copy, {window}"].emulated and drift(f"int8 single copy, {window}") > 1e-5
+    assert drift("nvfp4 read copy, window 16") > drift("fp8 read copy, window 16") > 1e-5
+    derived = [name for name in results if "derived" in name]
+    assert len(derived) == (0 if made.checkpoint.name == "nemotron_h" else 3)
+    if derived:
+        exact, half, brain = (
+            f"float32, window 16, derived fold of {d} updates" for d in ("float32", "float16", "bfloat16")
+        )
+        assert drift(brain) > drift(half) > drift(exact) and drift(exact) < 1e-4
+
+
+def first_state(made: Made, variant: Variant) -> tuple[Tensor, Tensor]:
+    """The first recurrent layer's pool after all tokens, and the last logits."""
+    session = Session(variant.engine(made.engine, ROWS))
+    bits, _ = accuracy.forced(session, made.tokens)
+    name = next(name for name in session.pools if name.endswith(".state"))
+    return session.pools[name], bits
+
+
+def test_a_read_copy_never_enters_the_checkpoint(made: Made) -> None:
+    usual = ReplayConfig(window=16)
+    state, bits = first_state(made, Variant("plain", usual))
+    read_state, read_bits = first_state(made, Variant("read", usual, read_copy(FORMATS["nvfp4"])))
+    assert torch.equal(state, read_state) and not torch.equal(bits, read_bits)
+
+
+def test_a_single_copy_is_all_that_is_left(made: Made) -> None:
+    state, _ = first_state(made, Variant("single", ReplayConfig(window=16), single_copy(FORMATS["int8"])))
+    steps = state / state.abs().amax(-1, keepdim=True) * 127
+    assert (steps - steps.round()).abs().max() < 1e-3
+    assert len(steps.round().unique()) > 100
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 4)
+    arguments = ["--checkpoint_dir", str(one.checkpoint), "--text", str(text), "--output", str(tmp_path / "out")]
+    sizes = ["--device", "cpu", "--rows", "2", "--context_len", "20", "--windows", "4"]
+    monkeypatch.setattr(sys, "argv", ["accuracy", *arguments, *sizes, *more])
+    return accuracy.main()
+
+
+def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    assert command(one, tmp_path, monkeypatch, "--only", "bfloat16", "read") == 0
+    name, folder = one.checkpoint.name, tmp_path / "out"
+    report = json.loads((folder / f"{name}.json").read_text())
+    names = [result["name"] for result in report["results"]]
+    assert names[0] == BASELINE and len(names) > 3 and all("bfloat16" in n or "read" in n for n in names[1:])
+    assert report["about"]["bytes_per_token"] == 1.0 and report["segments"][-1] == 19
+    text = (folder / f"{name}.md").read_text()
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == len(names) + 2
+    assert text.count("(emulated)") == 2 and all(f"* {what}: {why}" in text for what, why in MISSING)
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert str(folder / f"{name}.png") in capsys.readouterr().out
+
+
+def test_bits_are_over_bytes(one: Made) -> None:
+    tokens, size = accuracy.pieces(Tokenizer(one.checkpoint), "ab\u20ac" * 4, 2, 10)
+    assert size == 1.0 and tokens.shape == (2, 10)
+    whole = accuracy.Comparison(one.engine, one.tokens[:, :6], 1.0).result(Variant(BASELINE, ReplayConfig(window=1)))
+    half = accuracy.Comparison(one.engine, one.tokens[:, :6], 2.0).result(Variant(BASELINE, ReplayConfig(window=1)))
+    assert half.bits_per_byte == pytest.approx(whole.bits_per_byte / 2)
+    with pytest.raises(UserError, match="the text has 5 tokens"):
+        accuracy.pieces(Tokenizer(one.checkpoint), "short", 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--context_len", "1"], "context_len is 1"),
+        (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--context_len", "4000"], "fewer than 2 pieces of 4000"),
+        (["--checkpoint_dir", "nowhere"], "nowhere"),
+        (["--windows", "65"], "replay_window is 65"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    one: Made, more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert command(one, tmp_path, monkeypatch, *more) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and "Traceback" not in error
