@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import trtllm_replayssm
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -19,6 +18,7 @@ from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.safetensors_writer import DTYPE_NAMES
 from trtllm_replayssm.builders.typed import check_types
 from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.network.packed import Packing, StoredWeight, assembled
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -46,6 +46,7 @@ class CheckpointConfig:
     hf_architecture: ``architectures[0]`` of the source. dtype: of activations and of weights not kept in float32.
     eos_token_ids: ids that end a text. num_tokens: ids at or above it are padding rows of the embedding and are never
     sampled; None when the source does not tell. max_position_embeddings: as trained, None when the source does not tell.
+    packings: how the weights that stay quantised are stored, by name.
     """
 
     hf_architecture: str
@@ -56,6 +57,7 @@ class CheckpointConfig:
     eos_token_ids: tuple[int, ...] = ()
     num_tokens: int | None = None
     max_position_embeddings: int | None = None
+    packings: dict[str, Packing] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -66,11 +68,28 @@ class CheckpointConfig:
         return self.decoder.divided(self.tp_size)
 
     def rank_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of every weight in one rank's file, by name."""
-        return {
-            name: (torch.float32 if parameter.float32 else self.torch_dtype, parameter.local_shape(self.tp_size))
-            for name, parameter in self.decoder.parameters(self.tp_size).items()
-        }
+        """dtype and shape of every tensor in one rank's file, by name."""
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, parameter in self.decoder.parameters(self.tp_size).items():
+            shape = parameter.local_shape(self.tp_size)
+            if name in self.packings:
+                layout |= self.packings[name].layout(name, shape)
+            else:
+                layout[name] = (torch.float32 if parameter.float32 else self.torch_dtype, shape)
+        return layout
+
+    def quant_algo(self) -> str | None:
+        """The quantisation as TensorRT-LLM names it; None where no weight is quantised."""
+        algorithms = {packing.quant_algo for packing in self.packings.values()}
+        return "MIXED_PRECISION" if len(algorithms) > 1 else next(iter(algorithms), None)
+
+    def check_packings(self) -> None:
+        """Raises ValueError for quantised weights that the decoder does not have, or that are no matrices."""
+        parameters = self.decoder.parameters(self.tp_size)
+        for name, packing in self.packings.items():
+            check_types(packing)
+            if name not in parameters or parameters[name].float32 or len(parameters[name].shape) < 2:
+                raise ValueError(f"{name} cannot be quantised")
 
     def to_dict(self) -> dict[str, Any]:
         """config.json: TensorRT-LLM's usual keys, and everything of ours under ``replayssm``."""
@@ -91,7 +110,7 @@ class CheckpointConfig:
             "position_embedding_type": "learned_absolute",
             "use_parallel_embedding": False,
             "mapping": {"world_size": self.tp_size, "tp_size": self.tp_size, "pp_size": 1},
-            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+            "quantization": {"quant_algo": self.quant_algo(), "kv_cache_quant_algo": None},
             "producer": {"name": "trtllm_replayssm", "version": trtllm_replayssm.__version__},
             "replayssm": {
                 "format_version": FORMAT_VERSION,
@@ -101,6 +120,11 @@ class CheckpointConfig:
                 "num_tokens": self.num_tokens,
                 "replay": self.replay.to_dict(),
                 "decoder": decoder.to_dict(),
+                **(
+                    {"packings": {name: asdict(packing) for name, packing in self.packings.items()}}
+                    if self.packings
+                    else {}
+                ),
             },
         }
 
@@ -128,12 +152,14 @@ class CheckpointConfig:
                 eos_token_ids=tuple(ours["eos_token_ids"]),
                 num_tokens=ours["num_tokens"],
                 max_position_embeddings=data["max_position_embeddings"],
+                packings={name: Packing(**packing) for name, packing in ours.get("packings", {}).items()},
             )
             # Values that no checkpoint can have show up here rather than while an engine is built.
             check_types(config)
             if config.dtype not in MODEL_DTYPES or config.tp_size < 1:
                 raise ValueError(f"dtype {config.dtype}, tp_size {config.tp_size}")
             config.rank_decoder()
+            config.check_packings()
             if any(size < 1 for _, shape in config.rank_layout().values() for size in shape):
                 raise ValueError("a weight would be empty")
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, UserError) as error:
@@ -160,7 +186,7 @@ def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
-def load_rank(folder: Path, rank: int) -> dict[str, Tensor]:
+def load_rank(folder: Path, rank: int) -> dict[str, StoredWeight]:
     """The weights of one rank by name, mapped from the file: nothing is read before it is used.
 
     Raises CheckpointError when the folder's files are not exactly those of its config.json, or when a tensor is missing,
@@ -185,7 +211,7 @@ def load_rank(folder: Path, rank: int) -> dict[str, Tensor]:
                 f"{path}: {name} is {entry.dtype} {list(entry.shape)}, but config.json asks for"
                 f" {DTYPE_NAMES[dtype]} {list(shape)}"
             )
-    return load_file(path)
+    return assembled(load_file(path), config.packings, config.torch_dtype)
 
 
 def damaged(problem: str) -> CheckpointError:

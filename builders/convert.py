@@ -20,6 +20,8 @@ from trtllm_replayssm.builders.families.base import Family, Source
 from trtllm_replayssm.builders.families.registry import architectures, find_family
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
+from trtllm_replayssm.builders.hf.quantised import DEQUANTISED, KEPT
+from trtllm_replayssm.builders.keeping import QUANTIZATIONS, Quantization, kept_packings, kept_parts, rank_parts
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.builders.safetensors_writer import SafetensorsWriter
 from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
@@ -40,23 +42,28 @@ def convert(
     replay: ReplayConfig | None = None,
     progress: Progress = lambda done, total, name: None,
     warn: Callable[[str], None] = logger.warning,
+    quantization: Quantization = "dequantise",
 ) -> CheckpointConfig:
     """Writes the checkpoint of ``model_dir`` to ``output_dir`` and returns its config.
 
     dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the model's own; weights that a layer keeps in float32
     stay so. tp_size: ranks of the tensor-parallel group. An earlier checkpoint at ``output_dir`` is replaced once the new
-    one is complete; on any failure it stays as it was. Quantised weights are dequantised in float32 and rounded once. Peak
+    one is complete; on any failure it stays as it was. Quantised weights are dequantised in float32 and rounded once; with
+    quantization ``keep``, those of linear layers and experts in FP8 or NVFP4 stay as they are where that is exact. Peak
     memory is about the largest tensor (in float32, where it is quantised) and one rank's part of it.
 
     Raises UserError, naming file and tensor, when the folder cannot be converted or the output cannot be written.
     """
+    if quantization not in QUANTIZATIONS:
+        raise UserError(f"quantization is {quantization!r}", f"it is {' or '.join(QUANTIZATIONS)}")
     source_dir, target = Path(model_dir), Path(output_dir)
     check_folders(source_dir, target, is_checkpoint)
-    with HfFolder(source_dir, warn) as folder:
+    with HfFolder(source_dir, warn, KEPT if quantization == "keep" else DEQUANTISED) as folder:
         family = find_family(folder.config, folder.shapes)
         for note in family.notes:
             warn(note)
-        return convert_family(folder, family, target, dtype, tp_size, replay or ReplayConfig(), progress, warn)
+        replay = replay or ReplayConfig()
+        return convert_family(folder, family, target, dtype, tp_size, replay, progress, warn, quantization)
 
 
 def convert_family(
@@ -68,6 +75,7 @@ def convert_family(
     replay: ReplayConfig,
     progress: Progress,
     warn: Callable[[str], None],
+    quantization: Quantization = "dequantise",
 ) -> CheckpointConfig:
     """``convert`` for a folder that is open and a family that is known."""
     if tp_size < 1:
@@ -86,6 +94,9 @@ def convert_family(
     # Refuses a tp_size that would tear heads or groups apart.
     config.rank_decoder()
     sources = account(folder, family, decoder, warn)
+    if quantization == "keep":
+        packings = kept_packings(folder, sources, decoder.parameters(tp_size), tp_size, warn)
+        config = replace(config, packings=packings)
     layout = config.rank_layout()
     check_space(output_dir, tp_size * sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values()))
     with staged_folder(output_dir) as staging:
@@ -116,7 +127,7 @@ def write_ranks(
         for name, parameter in parameters.items():
             source = sources[name]
             for run in source.runs():
-                write_run(folder, writers, name, parameter, source, run)
+                write_run(folder, writers, config, name, parameter, source, run)
                 done += sum(folder.entries[tensor].nbytes for tensor in run)
                 progress(done, total, name)
 
@@ -124,16 +135,30 @@ def write_ranks(
 def write_run(
     folder: HfFolder,
     writers: list[SafetensorsWriter],
+    config: CheckpointConfig,
     name: str,
     parameter: Parameter,
     source: Source,
     run: tuple[str, ...],
 ) -> None:
     """One run of a source into the files of all ranks. Its tensors are gone before the next run is read."""
-    piece = parameter_of_run(parameter, source)
-    made = padded(source.build(list(read_run(folder, run, name, parameter, writers[0].dtypes[name]))), piece.shape)
+    piece, ranks = parameter_of_run(parameter, source), len(writers)
+    if name not in config.packings:
+        made = padded(source.build(list(read_run(folder, run, name, parameter, writers[0].dtypes[name]))), piece.shape)
+        for rank, writer in enumerate(writers):
+            writer.append(name, piece.shard(made, rank, ranks))
+        return
+
+    def check(tensor_name: str, values: Tensor) -> None:
+        check_values(tensor_name, values, parameter, config.torch_dtype)
+
+    packing = config.packings[name]
+    whole = tuple(padded(part, piece.shape) for part in kept_parts(folder, run, source, check))
+    layout = packing.layout(name, piece.shape)
     for rank, writer in enumerate(writers):
-        writer.append(name, piece.shard(made, rank, len(writers)))
+        shares = rank_parts(piece, packing, whole, rank, ranks)
+        for (part, (dtype, _)), share in zip(layout.items(), shares, strict=True):
+            writer.append(part, share.contiguous().view(dtype))
 
 
 def parameter_of_run(parameter: Parameter, source: Source) -> Parameter:
@@ -176,4 +201,4 @@ def check_values(name: str, tensor: Tensor, parameter: Parameter, dtype: torch.d
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor with zero rows behind it, where ranks need a vocabulary that they can share evenly."""
     missing = shape[0] - tensor.shape[0] if tensor.dim() else 0
-    return torch.cat([tensor, tensor.new_zeros(missing, *shape[1:])]) if missing else tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 #: Name of a dtype in a safetensors header.
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+}
 #: Elements that are converted and written at once: bounds the copy that a change of dtype makes.
 BLOCK_ELEMENTS = 1 << 22
 

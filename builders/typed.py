@@ -17,7 +17,7 @@ def check_types(item: Any) -> None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of type ``hint``: a class, a Literal, a union, or a tuple of any length."""
+    """Whether ``value`` is of type ``hint``: a class, a Literal, a union, a tuple of any length, or a dict."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in args
@@ -25,6 +25,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, arg) for arg in args)
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(part, args[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, args[0]) and fits(part, args[1]) for k, part in value.items())
     if is_dataclass(value):
         check_types(value)
         return isinstance(value, hint)

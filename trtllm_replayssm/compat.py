@@ -38,6 +38,8 @@ PACKAGES: dict[Flavour, str] = {
 NUMPY_STRICT, NUMPY_FIXED = (2, 4), (11, 2)
 #: Compute capabilities (major) on which the native mixture-of-experts layer exists.
 MOE_CAPABILITIES = (10, 11)
+#: First compute capability whose engines hold numbers of these dtypes.
+FIRST_CAPABILITIES = {torch.float8_e4m3fn: (8, 9), torch.float4_e2m1fn_x2: (10, 0)}
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class TensorRT:
         """torch's name of a TensorRT dtype."""
         return next(known for known in TYPE_NAMES if self.dtype(known) == dtype)
 
+    def weights(self, memory: torch.Tensor) -> Any:
+        """A tensor's own memory as TensorRT describes it; it must live as long as what is made of it."""
+        count = value_count(memory.dtype, memory.numel())
+        return self.module.Weights(self.dtype(memory.dtype), memory.data_ptr(), count)
+
     def check_numpy(self, numpy_version: str = np.__version__) -> None:
         """Raises EngineError when this TensorRT's plugin module cannot read numbers from this NumPy's arrays."""
         found = tuple(int(n) for n in re.findall(r"\d+", numpy_version)[:2])
@@ -157,7 +164,14 @@ TYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
     torch.bool: "bool",
+    torch.float8_e4m3fn: "fp8",
+    torch.float4_e2m1fn_x2: "fp4",
 }
+
+
+def value_count(dtype: torch.dtype, elements: int) -> int:
+    """Numbers in so many elements of torch's; TensorRT counts the numbers."""
+    return elements * 2 if dtype == torch.float4_e2m1fn_x2 else elements
 
 
 def load_tensorrt(flavours: Sequence[Flavour] = ("tensorrt", "tensorrt_rtx")) -> TensorRT:

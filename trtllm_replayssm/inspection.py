@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.network.gated import Limit, apart
+from trtllm_replayssm.network.packed import Packing
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.traffic import RecurrentBytes
@@ -36,6 +37,7 @@ class Subject:
     """A model to report on, and the options it is stored with or is asked about.
 
     source: what was read, e.g. ``Hugging Face config``. architecture: ``architectures[0]`` of the Hugging Face source.
+    packings: how the weights that stay quantised are stored, by name.
     """
 
     source: str
@@ -45,6 +47,7 @@ class Subject:
     dtype: str
     tp_size: int
     max_seq_len: int
+    packings: dict[str, Packing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Report:
 
     parameters: all of them, embedding, head and MTP included. mtp_parameters: those of the MTP part, which decoding without
     drafts does not use. active_parameters: without MTP and without the experts that a token does not visit.
+    bits_per_weight: of the weights that stay quantised, by algorithm.
     """
 
     subject: Subject
@@ -98,6 +102,7 @@ class Report:
     mtp_parameters: int
     active_parameters: int
     weight_bytes: int
+    bits_per_weight: dict[str, float]
     kv_bytes: int
     steps: tuple[StepBytes, ...]
 
@@ -135,6 +140,7 @@ class Report:
             "mtp_parameters": self.mtp_parameters,
             "active_parameters": self.active_parameters,
             "weight_bytes": self.weight_bytes,
+            "bits_per_weight": self.bits_per_weight,
             "request": per_request | {"kv_bytes": self.kv_bytes, "bytes": self.request_bytes},
             "model_of_bytes_per_step": [step.__dict__ | {"ratio": step.ratio} for step in self.steps],
         }
@@ -144,8 +150,11 @@ def inspect_model(subject: Subject) -> Report:
     """Measures a model from its description. Raises UserError when tp_size does not divide it."""
     decoder = subject.decoder
     decoder.divided(subject.tp_size)
-    groups = tuple(layer_group(subject, layer, count) for layer, count in Counter(decoder.layers).items())
-    everything = decoder.parameters(subject.tp_size).values()
+    places: dict[Layer, list[int]] = defaultdict(list)
+    for place, layer in enumerate(decoder.layers):
+        places[layer].append(place)
+    groups = tuple(layer_group(subject, layer, where) for layer, where in places.items())
+    stored = decoder.parameters(subject.tp_size)
     named = decoder.parameters()
     parameters = sum(parameter.elements for parameter in named.values())
     mtp = sum(parameter.elements for name, parameter in named.items() if name.startswith("mtp."))
@@ -156,16 +165,18 @@ def inspect_model(subject: Subject) -> Report:
         parameters=parameters,
         mtp_parameters=mtp,
         active_parameters=parameters - mtp - idle,
-        weight_bytes=sum(weight_bytes(p, subject) for p in everything),
+        weight_bytes=sum(weight_bytes(name, p, subject) for name, p in stored.items()),
+        bits_per_weight=bits_per_weight(stored, subject),
         kv_bytes=subject.max_seq_len * sum(group.kv_bytes_per_token for group in groups),
         steps=step_bytes(subject),
     )
 
 
-def layer_group(subject: Subject, layer: Layer, count: int) -> LayerGroup:
-    decoder, hidden = subject.decoder, subject.decoder.hidden_size
-    own = decoder.branch(layer, decoder.streams).values()
-    elements = sum(p.elements for p in own)
+def layer_group(subject: Subject, layer: Layer, places: list[int]) -> LayerGroup:
+    """The group of equal layers at these places; what they keep quantised may differ."""
+    decoder, hidden, count = subject.decoder, subject.decoder.hidden_size, len(places)
+    own = decoder.branch(layer, decoder.streams)
+    elements = sum(p.elements for p in own.values())
     pools = rank_pools(subject, layer)
     return LayerGroup(
         kind=layer.kind,
@@ -173,7 +184,11 @@ def layer_group(subject: Subject, layer: Layer, count: int) -> LayerGroup:
         count=count,
         parameters=count * elements,
         active_parameters=count * (elements - idle_parameters(layer, hidden)),
-        weight_bytes=count * sum(weight_bytes(p, subject) for p in own),
+        weight_bytes=sum(
+            weight_bytes(f"transformer.layers.{place}.{name}", p, subject)
+            for place in places
+            for name, p in own.items()
+        ),
         state_bytes=count * kind_bytes(pools, "state"),
         ring_bytes=count * kind_bytes(pools, "ring"),
         conv_bytes=count * kind_bytes(pools, "conv"),
@@ -201,9 +216,24 @@ def kind_bytes(pools: list[Pool], kind: str) -> int:
     return sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in pools if pool.kind == kind)
 
 
-def weight_bytes(parameter: Parameter, subject: Subject) -> int:
+def weight_bytes(name: str, parameter: Parameter, subject: Subject) -> int:
+    """Bytes of one rank's part of a parameter, scales included."""
+    shape = parameter.local_shape(subject.tp_size)
+    if name in subject.packings:
+        layout = subject.packings[name].layout(name, shape).values()
+        return sum(math.prod(stored) * dtype.itemsize for dtype, stored in layout)
     itemsize = 4 if parameter.float32 else getattr(torch, subject.dtype).itemsize
-    return math.prod(parameter.local_shape(subject.tp_size)) * itemsize
+    return math.prod(shape) * itemsize
+
+
+def bits_per_weight(stored: dict[str, Parameter], subject: Subject) -> dict[str, float]:
+    """Mean bits of the weights that stay quantised, scales included, by algorithm; of one rank."""
+    size: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for name, packing in subject.packings.items():
+        size[packing.quant_algo] += weight_bytes(name, stored[name], subject)
+        count[packing.quant_algo] += math.prod(stored[name].local_shape(subject.tp_size))
+    return {algorithm: 8 * size[algorithm] / count[algorithm] for algorithm in size}
 
 
 def idle_parameters(layer: Layer, hidden_size: int) -> int:

@@ -47,6 +47,7 @@ def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> 
         replay=config.replay,
         dtype=config.dtype,
         tp_size=config.tp_size,
+        packings=config.packings,
         max_seq_len=DEFAULT_MAX_SEQ_LEN,
     )
 

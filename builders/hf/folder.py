@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.config import read_config
-from trtllm_replayssm.builders.hf.quantised import QuantisedTensor, find_quantised
+from trtllm_replayssm.builders.hf.quantised import DEQUANTISED, QuantisedTensor, find_quantised
 from trtllm_replayssm.builders.hf.refusals import refuse_layout
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile, TensorEntry, unique_keys
 from trtllm_replayssm.builders.staging import real
@@ -30,13 +30,13 @@ INDEX_FILE = "model.safetensors.index.json"
 class HfFolder:
     """config: config.json as a dict. entries: dtype, shape and size of every tensor, from the files' headers alone.
 
-    quantised: those of the entries that are dequantised when they are read.
+    quantised: those of the entries that are dequantised when they are read. fate: what a note says becomes of them.
 
     Raises CheckpointError, in one sentence that names the file and the tensor, for every folder that is not in order.
     ``warn`` is called for files that lie in the folder and are not used, and once for weights that are quantised.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = logger.warning) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None] = logger.warning, fate: str = DEQUANTISED) -> None:
         self.path, self.warn = path, warn
         if os.path.isfile(path):
             raise CheckpointError(
@@ -58,7 +58,7 @@ class HfFolder:
             )
         self.owners = {name: file for file in self.files for name in file.entries}
         stored = {name: file.entries[name] for name, file in self.owners.items()}
-        found = find_quantised(path, self.config, stored)
+        found = find_quantised(path, self.config, stored, fate)
         self.quantised = found.weights
         self.entries: dict[str, TensorEntry | QuantisedTensor] = {
             **{name: entry for name, entry in stored.items() if name not in found.replaced},
@@ -80,7 +80,11 @@ class HfFolder:
         Raises CheckpointError for dtypes that hold no weights, unreadable files, and scales that contradict the values.
         """
         if name in self.quantised:
-            return self.quantised[name].read(lambda part: self.owners[part].read(part))
+            return self.quantised[name].read(self.stored)
+        return self.stored(name)
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as a file has it."""
         return self.owners[name].read(name)
 
     def close(self) -> None:

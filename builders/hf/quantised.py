@@ -30,6 +30,9 @@ SCALES = (
 #: ``module.part``; a parameter that is no module's weight, as fused experts are, has ``parameter_part``.
 PART = re.compile(rf"(?P<module>.+)(?P<joint>[._])(?P<part>{'|'.join(sorted(SCALES, key=len, reverse=True))})")
 BARE_SCALE_INV = re.compile(r"(?P<module>.+_proj)_scale_inv")
+#: What becomes of quantised weights, unless a conversion keeps them.
+DEQUANTISED = "are dequantised on conversion"
+KEPT = "are kept where they can be"
 #: Scales of a quantised KV cache, which this package does not keep quantised.
 CACHE_SCALE = re.compile(r".+\.[kv]_scale")
 
@@ -45,10 +48,13 @@ class QuantisedTensor:
     nbytes: int
     dtype: str = "F32"
 
+    def stored(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The parts that make the weight, each of which is read once."""
+        return {part: read(name) for part, name in self.parts.items() if part not in self.format.aside}
+
     def read(self, read: Callable[[str], Tensor]) -> Tensor:
-        """float32, computed from the parts, each of which is read once."""
-        parts = {part: read(name) for part, name in self.parts.items() if part not in self.format.aside}
-        return self.format.dequantise(self.module, parts, self.shape)
+        """float32, computed from the parts."""
+        return self.format.dequantise(self.module, self.stored(read), self.shape)
 
 
 @dataclass
@@ -61,8 +67,10 @@ class QuantisedWeights:
     notes: list[str] = field(default_factory=list)
 
 
-def find_quantised(path: Path, config: dict[str, Any], entries: dict[str, TensorEntry]) -> QuantisedWeights:
-    """The quantised weights among a folder's tensors.
+def find_quantised(
+    path: Path, config: dict[str, Any], entries: dict[str, TensorEntry], fate: str = DEQUANTISED
+) -> QuantisedWeights:
+    """The quantised weights among a folder's tensors. fate: what the note about them says becomes of them.
 
     Raises CheckpointError, naming the module, where tensors and descriptions contradict each other; UnsupportedModelError
     for formats that are not read.
@@ -86,7 +94,7 @@ def find_quantised(path: Path, config: dict[str, Any], entries: dict[str, Tensor
     if descriptions:
         cache_scales = sorted(name for name in entries if CACHE_SCALE.fullmatch(name))
         found.replaced.update(cache_scales)
-        found.notes += notes(path, descriptions, found, cache_scales)
+        found.notes += notes(path, descriptions, found, cache_scales, fate)
     return found
 
 
@@ -152,15 +160,14 @@ def check_tables(descriptions: list[Description], found: QuantisedWeights, entri
                 )
 
 
-def notes(path: Path, descriptions: list[Description], found: QuantisedWeights, cache_scales: list[str]) -> list[str]:
+def notes(
+    path: Path, descriptions: list[Description], found: QuantisedWeights, cache_scales: list[str], fate: str
+) -> list[str]:
     counts = Counter(weight.format.label for weight in found.weights.values())
     counted = ", ".join(f"{count} {label}" for label, count in counts.most_common())
     said = []
     if counts:
-        said.append(
-            f"{path} is quantised ({descriptions[0].name}): {sum(counts.values())} weights are dequantised on conversion,"
-            f" {counted}"
-        )
+        said.append(f"{path} is quantised ({descriptions[0].name}): {sum(counts.values())} weights {fate}, {counted}")
     if cache_scales:
         said.append(
             f"left out {len(cache_scales)} scales of a quantised KV cache (k_scale, v_scale): the cache is not quantised"

@@ -108,9 +108,9 @@ class Emission:
         step = emit_step(tensorrt, network, model(decoder, options), weights, plugins, tp_size, capability)
         return cls(tensorrt, builder, step, plugins, decoder, weights, options)
 
-    def plan(self, sizes: StepSizes, **options: Any) -> bytes:
+    def plan(self, sizes: StepSizes, capability: tuple[int, int] = (8, 9), **options: Any) -> bytes:
         """The serialised engine, built for a GPU that need not be there."""
-        return bytes(build_plan(self.step, self.builder, sizes, PlanOptions((8, 9), **options)))
+        return bytes(build_plan(self.step, self.builder, sizes, PlanOptions(capability, **options)))
 
 
 class RecordedPlugins(CutPlugins):
@@ -186,7 +186,9 @@ class Run:
         whole = self.emission.plugins.with_advance
         wanted = ("cursors", "slot_ids", "query_lens", "modes") if whole else ("step",)
         feeds |= {name: plan[name] for name in wanted}
-        interpreter = Interpreter(self.emission.tensorrt, self.emission.step.network, self.resolve, exchange)
+        step = self.emission.step
+        memory = {tensor.name: value for value, tensor in step.emitter.constants()}
+        interpreter = Interpreter(self.emission.tensorrt, step.network, self.resolve, exchange, memory)
         got = interpreter.run(feeds)
         if whole:
             assert torch.equal(got["cursors_out"], self.cursors)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantisers import E2M1
 from torch import Tensor
 
 from trtllm_replayssm.compat import TensorRT
@@ -20,6 +21,7 @@ from trtllm_replayssm.compat import TensorRT
 INTERFACES = {
     "SHUFFLE": "IShuffleLayer",
     "CONSTANT": "IConstantLayer",
+    "DEQUANTIZE": "IDequantizeLayer",
     "ELEMENTWISE": "IElementWiseLayer",
     "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
     "SLICE": "ISliceLayer",
@@ -59,6 +61,12 @@ UNARY = {"SQRT": torch.sqrt, "NOT": torch.logical_not, "ABS": torch.abs, "SIGN":
 ACTIVATIONS = {"RELU": torch.relu, "SIGMOID": torch.sigmoid, "TANH": torch.tanh}
 
 
+def e2m1_values(packed: Tensor) -> Tensor:
+    """float32 of E2M1 numbers, two a byte, the first in the low nibble."""
+    codes = packed.view(torch.uint8).flatten().tolist()
+    return torch.tensor([E2M1[code] for byte in codes for code in (byte & 15, byte >> 4)])
+
+
 def axis_of(mask: int) -> int:
     """The one axis of a bit mask."""
     assert mask.bit_count() == 1
@@ -68,7 +76,8 @@ def axis_of(mask: int) -> int:
 class Interpreter:
     """One network. resolve: computes an input that is not fed (what a plugin layer makes), by name.
 
-    exchange: hands in one rank's tensor and returns those of all ranks, for collectives.
+    exchange: hands in one rank's tensor and returns those of all ranks, for collectives. memory: behind constants of dtypes
+    that numpy does not have, by name of their output; TensorRT does not show it. Values of E2M1 are held in float32.
     """
 
     def __init__(
@@ -77,9 +86,10 @@ class Interpreter:
         network: Any,
         resolve: Callable[[Interpreter, str], Tensor] | None = None,
         exchange: Callable[[Tensor], list[Tensor]] | None = None,
+        memory: Mapping[str, Tensor] | None = None,
     ):
         self.tensorrt, self.trt, self.network, self.resolve = tensorrt, tensorrt.module, network, resolve
-        self.exchange = exchange
+        self.exchange, self.memory = exchange, memory or {}
         self.values: dict[str, Tensor] = {}
         layers = [network.get_layer(i) for i in range(network.num_layers)]
         self.producers = {layer.get_output(i).name: layer for layer in layers for i in range(layer.num_outputs)}
@@ -108,7 +118,9 @@ class Interpreter:
         declared = tuple(tensor.shape)
         assert len(declared) == value.ndim, (layer.name, declared, value.shape)
         assert all(d in (-1, n) for d, n in zip(declared, value.shape)), (layer.name, declared, value.shape)
-        assert self.tensorrt.torch_dtype(tensor.dtype) == value.dtype, (layer.name, tensor.dtype, value.dtype)
+        expected = self.tensorrt.torch_dtype(tensor.dtype)
+        expected = torch.float32 if expected == torch.float4_e2m1fn_x2 else expected
+        assert expected == value.dtype, (layer.name, tensor.dtype, value.dtype)
 
     def value(self, name: str) -> Tensor:
         if name in self.producers:
@@ -129,7 +141,10 @@ class Interpreter:
 
     def constant(self, layer: Any) -> Tensor:
         weights = layer.weights
-        assert isinstance(weights, np.ndarray), "networks of numpy's dtypes only"
+        if not isinstance(weights, np.ndarray):
+            memory = self.memory[layer.get_output(0).name]
+            values = e2m1_values(memory) if memory.dtype == torch.float4_e2m1fn_x2 else memory
+            return values.reshape(tuple(layer.shape))
         return torch.from_numpy(np.array(weights)).reshape(tuple(layer.shape))
 
     def elementwise(self, layer: Any) -> Tensor:
@@ -146,6 +161,20 @@ class Interpreter:
 
     def identity(self, layer: Any) -> Tensor:
         return self.inputs(layer)[0]
+
+    def dequantize(self, layer: Any) -> Tensor:
+        """One scale, a vector of them along an axis, or groups along one axis; products in float32, rounded once."""
+        x, scales = self.inputs(layer)
+        wide, scales = x.float(), scales.float()
+        if scales.ndim == 1:
+            scales = scales.view(-1, *(1,) * (wide.ndim - 1 - layer.axis))
+        elif scales.ndim:
+            sizes = [n // m for n, m in zip(wide.shape, scales.shape, strict=True)]
+            assert sum(size > 1 for size in sizes) <= 1, layer.name
+            for axis, size in enumerate(sizes):
+                scales = scales.repeat_interleave(size, axis)
+            assert scales.shape == wide.shape, layer.name
+        return (wide * scales).to(self.tensorrt.torch_dtype(layer.get_output(0).dtype))
 
     def cast(self, layer: Any) -> Tensor:
         return self.inputs(layer)[0].to(self.tensorrt.torch_dtype(layer.to_type))

@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype of activations and of weights that need not stay in float32; auto is the model's own",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("dequantise", "keep"),
+        default="dequantise",
+        help="what becomes of quantised weights; keep: FP8 and NVFP4 weights of linear layers and experts stay quantised",
+    )
     parser.add_argument("--tp_size", type=int, default=1, help="ranks that share the model by tensor parallelism")
     parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages; only 1 is supported")
     add_replay_arguments(parser)
@@ -48,7 +54,14 @@ def run(args: argparse.Namespace) -> int:
 
     with byte_progress(f"converting {args.model_dir}") as report:
         config = convert(
-            args.model_dir, args.output_dir, args.dtype, args.tp_size, replay, progress=report, warn=LOGGER.warning
+            args.model_dir,
+            args.output_dir,
+            args.dtype,
+            args.tp_size,
+            replay,
+            progress=report,
+            warn=LOGGER.warning,
+            quantization=args.quantization,
         )
     print_summary(args.output_dir, inspect_model(checkpoint_subject(config)))
     return 0

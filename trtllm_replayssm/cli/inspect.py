@@ -58,7 +58,8 @@ def print_report(report: Report) -> None:
     if report.mtp_parameters:
         notes.append(f"{count_text(report.mtp_parameters)} for multi-token prediction")
     print_line(f"parameters: {count_text(report.parameters)}, {', '.join(notes)}")
-    print_line(f"weights{rank}: {bytes_text(report.weight_bytes)}")
+    kept = "".join(f", {algorithm} with {bits:.2f} bits a weight" for algorithm, bits in report.bits_per_weight.items())
+    print_line(f"weights{rank}: {bytes_text(report.weight_bytes)}{kept}")
     print_line(
         f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype},"
         f" ring {replay.ring_dtype}, fold {replay.fold}"

@@ -17,6 +17,7 @@ from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.deferred import Activated, Cast, Gated, HeadNorm, Sum, resolved
 from trtllm_replayssm.network.experts import masked_experts
 from trtllm_replayssm.network.gated import Limit, apart
+from trtllm_replayssm.network.packed import StoredWeight, dense
 from trtllm_replayssm.network.routing import Routing
 from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
 from trtllm_replayssm.plugins.cursors import Step
@@ -34,9 +35,9 @@ class CudaNetwork(TorchNetwork):
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
-    def _linear(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Any, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         widened = isinstance(x, Cast) and x.pending and x.x.dtype == torch.bfloat16
-        if widened and weight.dtype == torch.float32 and bias is None:
+        if widened and isinstance(weight, Tensor) and weight.dtype == torch.float32 and bias is None:
             return wide_linear(as_tokens(x.x), weight).view(*x.shape[:-1], -1)
         return super()._linear(resolved(x), weight, bias)
 
@@ -134,15 +135,16 @@ class CudaNetwork(TorchNetwork):
         x: Any,
         indices: Tensor,
         weights: Tensor,
-        up: Tensor,
-        down: Tensor,
+        up: Any,
+        down: Any,
         activation: str,
         limit: Limit,
     ) -> Tensor:
         flat, chosen, share = as_tokens(resolved(x)), indices.flatten(0, -2), weights.flatten(0, -2)
         if activation in experts.ACTIVATIONS and experts.suited(flat, up, down, chosen.shape[1]):
+            matrices = (dense(up), dense(down))
             out = experts.experts(
-                flat, chosen.int().contiguous(), share.float().contiguous(), up, down, activation, apart(limit)
+                flat, chosen.int().contiguous(), share.float().contiguous(), *matrices, activation, apart(limit)
             )
         else:
             out = masked_experts(self, flat, chosen, share, up, down, activation, limit)

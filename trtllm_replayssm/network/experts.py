@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtllm_replayssm.network.gated import GATED, Limit
+from trtllm_replayssm.network.packed import StoredWeight, dense
 
 if TYPE_CHECKING:
     from trtllm_replayssm.network.base import Network
 
 
-def expert(net: Network, x: Tensor, up: Tensor, down: Tensor, activation: str, limit: Limit) -> Tensor:
+def expert(net: Network, x: Tensor, up: StoredWeight, down: StoredWeight, activation: str, limit: Limit) -> Tensor:
     """One expert's output, float32: x ``[tokens, D]``; see Network.experts for the rest."""
+    up, down = dense(up), dense(down)
     hidden = F.linear(x.to(up.dtype), up)
     if activation in GATED:
         gate, factor = hidden.chunk(2, -1)
@@ -30,8 +32,8 @@ def looped_experts(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: StoredWeight,
+    down: StoredWeight,
     activation: str,
     limit: Limit,
 ) -> Tensor:
@@ -49,8 +51,8 @@ def masked_experts(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: StoredWeight,
+    down: StoredWeight,
     activation: str,
     limit: Limit,
 ) -> Tensor:

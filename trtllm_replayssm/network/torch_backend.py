@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from trtllm_replayssm.network.base import Network, Rope
 from trtllm_replayssm.network.experts import looped_experts
 from trtllm_replayssm.network.gated import Limit
 from trtllm_replayssm.network.ngram import NgramHash, ngram_rows
+from trtllm_replayssm.network.packed import StoredWeight, dense
 from trtllm_replayssm.network.selection import blocks_of_tokens, select_blocks, update_block_cache
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import Step
@@ -33,7 +35,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TorchNetwork(Network):
     """One step on torch tensors.
 
-    weights: the rank's tensors by name. pools: state tensors by name, bound so that row r is slot ``step[r, SLOT]``.
+    weights: the rank's tensors by name; those of linear layers and experts may be PackedWeight.
+    pools: state tensors by name, bound so that row r is slot ``step[r, SLOT]``.
     step: int32 ``[rows, STEP_WORDS]`` (plugins.cursors.Step). activation: dtype of the residual stream.
     kv_len: positions of the KV cache that any row of this step can see; a host-side upper bound.
     group: the tensor-parallel process group, None with one rank.
@@ -42,7 +45,7 @@ class TorchNetwork(Network):
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, StoredWeight],
         pools: Mapping[str, Tensor],
         step: Tensor,
         activation: torch.dtype,
@@ -62,7 +65,7 @@ class TorchNetwork(Network):
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Any:
         return self.weights[name]
 
     def pool(self, name: str) -> Tensor:
@@ -73,7 +76,8 @@ class TorchNetwork(Network):
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids.long(), table.flatten(0, -2)).to(self.dtype)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+        weight = dense(weight)
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 
     def _rms_norm(
@@ -253,8 +257,8 @@ class TorchNetwork(Network):
         x: Tensor,
         indices: Tensor,
         weights: Tensor,
-        up: Tensor,
-        down: Tensor,
+        up: StoredWeight,
+        down: StoredWeight,
         activation: str,
         limit: Limit,
     ) -> Tensor:

@@ -114,9 +114,9 @@ def checked_files(folder: Path, config: CheckpointConfig) -> list[SafetensorsFil
             f"{folder} holds {surplus[0]}, but its config.json says tp_size {config.tp_size}",
             "convert the Hugging Face folder again, into an empty folder",
         )
-    files, parameters = [SafetensorsFile(folder / name) for name in wanted], config.decoder.parameters(config.tp_size)
+    files, layout = [SafetensorsFile(folder / name) for name in wanted], config.rank_layout()
     for file in files:
-        check_tensors(file, parameters, config.torch_dtype, config.tp_size)
+        check_tensors(file, layout)
     return files
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.errors import CheckpointError, EngineError
+from trtllm_replayssm.network.packed import StoredWeight, assembled
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.implementation import Implementation, PluginImpl, implementation, reference
 from trtllm_replayssm.runtime.build import build_engine
@@ -29,14 +32,15 @@ __all__ = ["BuildOptions", "Engine", "PluginImpl", "build_engine"]
 class Engine:
     """One rank of an engine.
 
-    folder: where it was loaded from (for the tokenizer). decoder: as this rank sees it. weights: by name, on ``device``.
+    folder: where it was loaded from (for the tokenizer). decoder: as this rank sees it. weights: by name, on ``device``;
+    those that stay quantised are PackedWeight.
     group: the tensor-parallel process group, None with one rank. plugins: who computes the plugin layers.
     """
 
     folder: Path
     config: EngineConfig
     decoder: HybridDecoder
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Any]
     device: torch.device
     rank: int = 0
     group: dist.ProcessGroup | None = None
@@ -74,7 +78,7 @@ class Engine:
             folder=folder,
             config=config,
             decoder=config.decoder(),
-            weights=load_weights(file.path, where),
+            weights=load_weights(file.path, where, config.checkpoint),
             device=where,
             rank=rank,
             group=group,
@@ -113,13 +117,13 @@ def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFi
         for name, value in expected.items():
             if file.metadata.get(name) != value:
                 raise CheckpointError(f"{file.path} belongs to another build: its {name} is not that of config.json")
-        parameters = checkpoint.decoder.parameters(config.world_size)
-        check_tensors(file, parameters, checkpoint.torch_dtype, config.world_size)
+        check_tensors(file, checkpoint.rank_layout())
     except CheckpointError as error:
         raise EngineError(error.message, REBUILD) from None
     return file
 
 
-def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
+def load_weights(path: Path, device: torch.device, checkpoint: CheckpointConfig) -> dict[str, StoredWeight]:
     with safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    return assembled(tensors, checkpoint.packings, checkpoint.torch_dtype)

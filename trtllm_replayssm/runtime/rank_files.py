@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trtllm_replayssm.builders.parallel import Parameter
-from trtllm_replayssm.builders.safetensors_reader import FLOAT_DTYPES, SafetensorsFile
+from trtllm_replayssm.builders.safetensors_reader import READ_DTYPES, SafetensorsFile
 from trtllm_replayssm.errors import CheckpointError
 
 #: Value of ``format`` in the metadata of a rank file.
@@ -23,21 +22,17 @@ NO_FINGERPRINT = "0" * 64
 COPY_BYTES = 16 << 20
 
 
-def check_tensors(file: SafetensorsFile, parameters: dict[str, Parameter], dtype: torch.dtype, tp_size: int) -> None:
-    """Raises CheckpointError unless the file holds exactly one rank's part of ``parameters``, in their shapes and dtypes.
-
-    dtype: of the parameters that need not stay in float32.
-    """
-    missing, surplus = sorted(parameters.keys() - file.entries), sorted(file.entries.keys() - parameters)
+def check_tensors(file: SafetensorsFile, layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Raises CheckpointError unless the file holds exactly the tensors of CheckpointConfig.rank_layout."""
+    missing, surplus = sorted(layout.keys() - file.entries), sorted(file.entries.keys() - layout)
     if missing or surplus:
         what, names = ("lacks", missing) if missing else ("holds an unknown tensor,", surplus)
         raise CheckpointError(f"{file.path} {what} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
-    for name, parameter in parameters.items():
-        entry, wanted = file.entries[name], torch.float32 if parameter.float32 else dtype
-        shape = parameter.local_shape(tp_size)
+    for name, (wanted, shape) in layout.items():
+        entry = file.entries[name]
         if entry.shape != shape:
             raise CheckpointError(f"{file.path}: {name} has shape {list(entry.shape)}, expected {list(shape)}")
-        if FLOAT_DTYPES.get(entry.dtype) != wanted:
+        if READ_DTYPES.get(entry.dtype) != wanted:
             expected = str(wanted).removeprefix("torch.")
             raise CheckpointError(f"{file.path}: {name} is {entry.dtype}, expected {expected}")
 

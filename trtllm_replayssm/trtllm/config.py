@@ -37,7 +37,7 @@ class ReplaySSMConfig(PretrainedConfig):
             if getattr(self.mapping, name) > 1:
                 raise UserError(f"{name} is {getattr(self.mapping, name)}; these models know tensor parallelism only")
         if self.quantization.quant_algo is not None or self.quantization.kv_cache_quant_algo is not None:
-            raise UserError("these models are built from dequantised weights", "convert makes such a checkpoint")
+            raise UserError("these models are built from dequantised weights", "convert with --quantization dequantise")
         self.checkpoint()
 
     def checkpoint(self) -> CheckpointConfig:

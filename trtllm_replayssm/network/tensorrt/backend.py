@@ -13,10 +13,12 @@ from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network, Rope
 from trtllm_replayssm.network.gated import GATED, Limit
 from trtllm_replayssm.network.ngram import NgramHash
+from trtllm_replayssm.network.packed import PackedWeight, StoredWeight, dense
 from trtllm_replayssm.network.tensorrt import ngram, selection
 from trtllm_replayssm.network.tensorrt.attention import StepPositions, attend, rotate, update_cache
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.experts import grouped_experts, native_experts, native_fits
+from trtllm_replayssm.network.tensorrt.packed import dequantised
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer, PluginOutput
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
@@ -30,7 +32,7 @@ class Weight:
     """A weight that has a name and memory on the host, and becomes a constant where a layer uses it."""
 
     name: str
-    memory: torch.Tensor
+    memory: StoredWeight
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TensorRTNetwork(Network):
     def __init__(
         self,
         emitter: Emitter,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, StoredWeight],
         pools: Mapping[str, Pool],
         step: Tensor,
         token_ids: Tensor,
@@ -92,12 +94,17 @@ class TensorRTNetwork(Network):
         return State(name, self.pools[name])
 
     def constant(self, weight: Weight, leading: int = 0) -> Tensor:
-        """The weight as a constant of its own dtype, with so many axes of size 1 before its own."""
+        """The weight as a constant of its own dtype, with so many axes of size 1 before its own.
+
+        One that is stored quantised is dequantised by layers.
+        """
+        if isinstance(weight.memory, PackedWeight):
+            return dequantised(self.emitter, weight.memory, self.capability, leading)
         return self.emitter.constant(weight.memory, (1,) * leading + tuple(weight.memory.shape))
 
     def vector(self, weight: Weight, rank: int, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
         """``offset + weight`` along the last axis in another dtype; vectors are small enough to be made on the host."""
-        memory = weight.memory
+        memory = dense(weight.memory)
         if dtype != memory.dtype or offset:
             key = (weight.name, dtype, offset)
             memory = self._vectors.setdefault(key, (memory.float() + offset).to(dtype))
@@ -106,7 +113,7 @@ class TensorRTNetwork(Network):
     # ---- dense ops ---------------------------------------------------------------------------------------------------
 
     def embedding(self, token_ids: Tensor, table: Weight) -> Tensor:
-        e, memory = self.emitter, table.memory
+        e, memory = self.emitter, dense(table.memory)
         whole = e.constant(memory, (math.prod(memory.shape[:-1]), memory.shape[-1]))
         return e.cast(e.gather(whole, token_ids, 0), self.dtype)
 

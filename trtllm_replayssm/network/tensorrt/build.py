@@ -12,6 +12,7 @@ import torch
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network
+from trtllm_replayssm.network.packed import StoredWeight
 from trtllm_replayssm.network.tensorrt.backend import TensorRTNetwork
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
@@ -80,7 +81,7 @@ class EmittedStep:
     """
 
     emitter: Emitter
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, StoredWeight]
     max_tokens: float
 
     @property
@@ -99,7 +100,7 @@ def emit_step(
     tensorrt: TensorRT,
     network: Any,
     model: StepModel,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, StoredWeight],
     plugin_layer: PluginLayer,
     tp_size: int = 1,
     capability: tuple[int, int] | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trtllm_replayssm.compat import value_count
 from trtllm_replayssm.network.tensorrt.build import EmittedStep
 from trtllm_replayssm.network.tensorrt.emitter import Emitter
 from trtllm_replayssm.plugins import PLUGIN_NAMESPACE
@@ -38,7 +39,8 @@ def describe_network(step: EmittedStep) -> list[ScopeRow]:
         row = rows.setdefault(scope, ScopeRow(scope))
         kind, output = layer_kind(emitter, layer), layer.get_output(0)
         if kind == "CONSTANT":
-            row.weight_bytes += math.prod(output.shape) * emitter.dtype(output).itemsize
+            dtype = emitter.dtype(output)
+            row.weight_bytes += math.prod(output.shape) * dtype.itemsize // value_count(dtype, 1)
         else:
             # Plugin layers are listed below, by name and also where the network was cut at them.
             row.layers[kind] += kind != "PLUGIN_V3"

@@ -85,7 +85,7 @@ class Emitter:
         if key not in self._memory:
             if not value.is_contiguous() or value.device.type != "cpu":
                 raise ValueError(f"constants are dense and on the CPU, this one is {value.stride()} on {value.device}")
-            weights = self.weights_of(value)
+            weights = self.tensorrt.weights(value)
             layer = self.named(self.network.add_constant(shape, weights), "constant")
             self._memory[key] = value, layer.get_output(0)
             # The name belongs to the memory, and is given to the constants over it that exist: constants of other shapes too.
@@ -94,12 +94,12 @@ class Emitter:
             self.named_weights[name] = value
         return self._memory[key][1]
 
-    def weights_of(self, value: torch.Tensor) -> Any:
-        """The tensor's own memory as TensorRT describes it."""
-        return self.trt.Weights(self.tensorrt.dtype(value.dtype), value.data_ptr(), value.numel())
-
     def is_constant(self, x: Tensor) -> bool:
-        return any(tensor is x for _, tensor in self._memory.values())
+        return any(tensor is x for _, tensor in self.constants())
+
+    def constants(self) -> Iterator[tuple[torch.Tensor, Tensor]]:
+        """The memory behind every constant, and the constant."""
+        yield from self._memory.values()
 
     def scalar(self, value: float, like: Tensor) -> Tensor:
         """A number in the dtype of ``like``, of its rank, every size 1."""
@@ -127,6 +127,14 @@ class Emitter:
         layer.set_input(1, self.number(0, torch.int32, 0))
         layer.set_input(2, self.number(delta, torch.int32, 1))
         return self.added(layer, "arange", count)
+
+    def dequantise(self, x: Tensor, scales: Tensor, dtype: torch.dtype, axis: int | None = None) -> Tensor:
+        """``x * scales``: one scale, a vector of them along ``axis``, or as many axes as x with groups along one of them."""
+        layer = self.network.add_dequantize(x, scales, self.tensorrt.dtype(dtype))
+        self.named(layer, "dequantise", x, scales)
+        if axis is not None:
+            layer.axis = axis
+        return layer.get_output(0)
 
     # ---- elementwise -------------------------------------------------------------------------------------------------
 

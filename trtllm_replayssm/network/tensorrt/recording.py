@@ -157,6 +157,9 @@ class RecordedNetwork:
     def add_cast(self, x: Any, dtype: Any) -> Any:
         return self.add("CAST", (x,), lambda _: [(dtype, x.shape)], to_type=dtype)
 
+    def add_dequantize(self, x: Any, scales: Any, dtype: Any) -> Any:
+        return self.add("DEQUANTIZE", (x, scales), lambda _: [(dtype, x.shape)], axis=None)
+
     def add_elementwise(self, a: Any, b: Any, op: Any) -> Any:
         dtype = self.module.bool if op.name in ("EQUAL", "GREATER", "LESS") else a.dtype
         return self.add("ELEMENTWISE", (a, b), lambda _: [(dtype, broadcast(a.shape, b.shape))], op=op)

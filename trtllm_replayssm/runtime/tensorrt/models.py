@@ -35,7 +35,7 @@ def state_file(rank: int) -> str:
     return f"rank{rank}.state.safetensors"
 
 
-def state_weights(config: EngineConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def state_weights(config: EngineConfig, weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Those weights, out of all of one rank."""
     mixers = [name for name, layer in config.decoder().named_parts() if isinstance(layer, Mamba2)]
     return {f"{name}.{part}": weights[f"{name}.{part}"] for name in mixers for part in ("A_log", "D")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,18 +13,21 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from trtllm_replayssm.builders.checkpoint import load_rank
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
 from trtllm_replayssm.compat import TensorRT, load_tensorrt
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.build import EmittedStep, build_plan, emit_step
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.network.tensorrt.options import Report
+from trtllm_replayssm.network.tensorrt.packed import stays_packed
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins, PluginLayer
 from trtllm_replayssm.network.tensorrt.quick_plugins import QuickPlugins
 from trtllm_replayssm.network.tensorrt.recording import RecordedPlugins, recorded_network, recording_tensorrt
 from trtllm_replayssm.runtime.engine_config import BuildOptions, EngineConfig, engine_file
 from trtllm_replayssm.runtime.tensorrt.models import plan_file, plan_models, state_file, state_weights, step_sizes
 from trtllm_replayssm.runtime.tensorrt.record import PlanRecord
+
+log = logging.getLogger(__name__)
 
 #: Capability whose network a dry run shows where no GPU is at hand: that of the newest that the kernels are released for.
 SHOWN_CAPABILITY = (10, 3)
@@ -133,6 +137,13 @@ def write_plans(
     sizes = step_sizes(config, options.opt_num_tokens, options.gather_context_logits)
     settings = replace(options.plan, capability=target.capability, aliased_plugins=options.aliased_state, report=phases)
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
+    if unpacked := unpacked_weights(config.checkpoint, target.capability):
+        log.warning(
+            "%d quantised weights become constants in %s, like %s: the GPU lacks their numbers, or their groups are uneven",
+            len(unpacked),
+            config.checkpoint.dtype,
+            unpacked[0],
+        )
     for rank in range(config.world_size):
         for name, step, builder in emitted_plans(checkpoint_dir, config, rank, target):
             content = build_plan(step, builder, sizes, settings)
@@ -155,6 +166,16 @@ def write_plans(
         weight_streaming=options.plan.weight_streaming,
     )
     return recorded(replace(config, fingerprint=digest.hexdigest()), record, folder)
+
+
+def unpacked_weights(checkpoint: CheckpointConfig, capability: tuple[int, int]) -> list[str]:
+    """Names of the weights that the checkpoint keeps quantised and plans for this GPU cannot."""
+    parameters = checkpoint.decoder.parameters(checkpoint.tp_size)
+    return [
+        name
+        for name, packing in checkpoint.packings.items()
+        if not stays_packed(packing, parameters[name].local_shape(checkpoint.tp_size)[-1], capability)
+    ]
 
 
 def write_state(checkpoint_dir: Path, config: EngineConfig, rank: int, folder: Path) -> None:

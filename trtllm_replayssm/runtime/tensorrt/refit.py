@@ -66,9 +66,7 @@ def refit(tensorrt: TensorRT, cuda_engine: Any, step: EmittedStep, path: Path) -
     for name in refitter.get_all_weights():
         if name not in weights:
             raise EngineError(f"{path} wants weights {name}, which this version does not know")
-        memory = weights[name]
-        given = tensorrt.module.Weights(tensorrt.dtype(memory.dtype), memory.data_ptr(), memory.numel())
-        if not refitter.set_named_weights(name, given):
+        if not refitter.set_named_weights(name, tensorrt.weights(weights[name])):
             raise EngineError(f"{path} does not take the weights {name}: {log.first_error()}")
     if not refitter.refit_cuda_engine():
         raise EngineError(f"{path} cannot be given its weights: {log.first_error()}")
