@@ -381,7 +381,7 @@ def test_float32_parameters_may_exceed_float16(tmp_path: Path, tensors: dict) ->
 @pytest.mark.parametrize(
     ("layer", "tp_size", "what"),
     [
-        (replace(LAYERS[0], n_groups=1), 2, "Mamba-2 groups"),
+        (LAYERS[0], 4, "Mamba-2 groups"),
         (LAYERS[1], 8, "attention heads"),
         (LAYERS[2], 5, "MLP channels"),
         (LAYERS[3], 5, "channels of an expert"),
