@@ -126,7 +126,7 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 
-SHORT = ["--device", "cpu", "--steps", "20", "--context_len", "64", "--batch_bytes", "256", "--eval_bytes", "512"]
+SHORT = "--device cpu --steps 20 --context_len 64 --long_context_len 128 --batch_bytes 256 --eval_bytes 512".split()
 
 
 @pytest.mark.parametrize("name", ["gated_delta", "kda"])

@@ -43,10 +43,10 @@ def whole(y: Tensor, length: int) -> Tensor:
 
 
 def decays(later: Tensor, earlier: Tensor, diagonal: int) -> Tensor:
-    """``exp(later_i - earlier_j)`` of logarithms ``[..., n]``, zero where j is ``diagonal`` or more behind i."""
-    n = later.shape[-1]
-    hidden = torch.ones(n, n, dtype=torch.bool, device=later.device).triu(diagonal)
-    return (later[..., :, None] - earlier[..., None, :]).masked_fill(hidden, float("-inf")).exp()
+    """``exp(later_i - earlier_j)`` of logarithms ``[..., n, w]`` as ``[..., n, n, w]``, zero for j of i + diagonal and more."""
+    n = later.shape[-2]
+    hidden = torch.ones(n, n, dtype=torch.bool, device=later.device).triu(diagonal)[..., None]
+    return (later[..., :, None, :] - earlier[..., None, :, :]).masked_fill(hidden, float("-inf")).exp()
 
 
 def refuse_states(*states: Any) -> None:
@@ -75,18 +75,18 @@ def mamba2_chunk_scan(
     refuse_states(initial_states, return_final_states)
     x, per_group = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
     dt = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
-    cumulated = chunks(A * dt, MAMBA2_CHUNK).cumsum(-1)
+    cumulated = chunks((A * dt)[..., None], MAMBA2_CHUNK).cumsum(-2)
     inputs = chunks(x * dt[..., None], MAMBA2_CHUNK)
     keys, queries = (chunks(value, MAMBA2_CHUNK) for value in (B, C))
     scores = (queries @ keys.mT).repeat_interleave(per_group, 1)
     keys, queries = (value.repeat_interleave(per_group, 1) for value in (keys, queries))
-    y = (scores * decays(cumulated, cumulated, 1)) @ inputs
+    y = (scores * decays(cumulated, cumulated, 1)[..., 0]) @ inputs
     # What each chunk adds to the state, and from that the state before every chunk.
-    ends = cumulated[..., -1:]
-    added = (inputs * (ends - cumulated).exp()[..., None]).mT @ keys
-    total = ends[..., 0].cumsum(-1)
-    before = (decays(total - ends[..., 0], total, 0) @ added.flatten(-2)).view_as(added)
-    y = y + (queries * cumulated.exp()[..., None]) @ before.mT
+    ends = cumulated[..., -1, :]
+    added = (inputs * (ends[..., None, :] - cumulated).exp()).mT @ keys
+    total = ends.cumsum(-2)
+    before = (decays(total - ends, total, 0)[..., 0] @ added.flatten(-2)).view_as(added)
+    y = y + (queries * cumulated.exp()) @ before.mT
     return whole(y, x.shape[1]) + D[:, None] * x
 
 
@@ -95,10 +95,9 @@ def pair_products(k: Tensor, q: Tensor, cumulated: Tensor) -> tuple[Tensor, Tens
 
     cumulated: ``[..., l, 1]`` for one decay of all channels, ``[..., l, K]`` for one of each.
     """
-    if cumulated.shape[-1] == 1:
-        decay = decays(cumulated[..., 0], cumulated[..., 0], 1)
-        return (k @ k.mT) * decay, (q @ k.mT) * decay
-    decay = decays(cumulated.mT, cumulated.mT, 1).movedim(-3, -1)
+    decay = decays(cumulated, cumulated, 1)
+    if decay.shape[-1] == 1:
+        return (k @ k.mT) * decay[..., 0], (q @ k.mT) * decay[..., 0]
     products = (decay * k[..., None, :, :]) @ torch.stack([k, q], -1)
     return products[..., 0], products[..., 1]
 
@@ -159,7 +158,9 @@ def causal_conv1d_fn(
     """``[b, channels, T]`` with taps ``[channels, kernel]``: a few sums instead of a convolution over single channels."""
     kernel, length = weight.shape[1], hidden_states.shape[2]
     padded = F.pad(hidden_states.float(), (kernel - 1, 0))
-    y = sum(padded[..., i : i + length] * weight[:, i, None] for i in range(kernel))
+    y = torch.zeros_like(hidden_states, dtype=torch.float32)
+    for i in range(kernel):
+        y = y + padded[..., i : i + length] * weight[:, i, None]
     y = y if bias is None else y + bias[:, None]
     return (F.silu(y) if activation in ("silu", "swish") else y).to(hidden_states.dtype)
 
