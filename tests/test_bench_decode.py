@@ -17,6 +17,7 @@ from trtllm_replayssm.bench.profile import Kernel, KernelTime, account, longest,
 from trtllm_replayssm.bench.report import weights_bytes
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.network.packed import PackedWeight, Packing
 from trtllm_replayssm.plugins.cursors import Cursor
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import Engine
@@ -89,6 +90,13 @@ def test_plans_are_what_they_were_built_for(engine: Engine) -> None:
     assert weights_bytes(engine) == sum(weight.nbytes for weight in engine.weights.values())
     with pytest.raises(UserError, match="one window and one batch size"):
         list(decode_timings(plan, [1], 12, modes(engine.config.replay)))
+
+
+def test_quantised_weights_count_as_they_are_stored(engine: Engine) -> None:
+    packing = Packing("NVFP4", 16)
+    parts = tuple(torch.zeros(shape, dtype=dtype) for dtype, shape in packing.layout("w", (8, 32)).values())
+    kept = replace(engine, weights={"w": PackedWeight(packing, parts, torch.float32)})
+    assert weights_bytes(kept) == 8 * 32 // 2 + 8 * 2 + 8 * 4
 
 
 def test_shares_are_drawn(tmp_path: Path) -> None:

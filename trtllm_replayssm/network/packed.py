@@ -70,6 +70,11 @@ class PackedWeight:
         values = self.parts[0]
         return (*values.shape[:-1], values.shape[-1] * (2 if self.packing.quant_algo == "NVFP4" else 1))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored form."""
+        return sum(part.nbytes for part in self.parts)
+
     def __getitem__(self, index: int) -> PackedWeight:
         """One of stacked weights."""
         return PackedWeight(self.packing, tuple(part[index] for part in self.parts), self.dtype)
