@@ -19,10 +19,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import accuracy
 from benchmarks.accuracy_formats import FORMATS, e2m1, e4m3
 from benchmarks.accuracy_report import MISSING
-from benchmarks.accuracy_variants import BASELINE, Variant, read_copy, single_copy, variants
+from benchmarks.accuracy_variants import BASELINE, Variant, read_copy, single_copy, variants, written
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine import Engine
@@ -156,6 +157,16 @@ def test_a_single_copy_is_all_that_is_left(made: Made) -> None:
     steps = state / state.abs().amax(-1, keepdim=True) * 127
     assert (steps - steps.round()).abs().max() < 1e-3
     assert len(steps.round().unique()) > 100
+
+
+def test_only_slots_that_fold_are_rewritten() -> None:
+    """Rows of slots 2, none (padding, whatever it says) and 0; of them only slot 2 folds."""
+    step = torch.zeros(3, STEP_WORDS, dtype=torch.int32)
+    step[:, Step.SLOT] = torch.tensor([2, -1, 0])
+    step[:, Step.FOLDED] = torch.tensor([5, 0, 7])
+    step[:, Step.FOLD_TO] = torch.tensor([9, 4, 7])
+    marks = written(step, torch.empty(4, 2, 3, 3))
+    assert marks.shape == (4, 1, 1, 1) and marks.flatten().tolist() == [False, False, True, False]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def train(model: nn.Module, text: Tensor, plan: Plan) -> Iterator[tuple[int, flo
     """Train in place on token ids ``[n]`` on the model's device; yields step, progress from 0 to 1, and loss in bits a byte.
 
     Progress is that of steps or of seconds, whichever is further on, so that the learning rate has fallen to 0 when time is
-    over. Losses are read, and reported, now and then.
+    over. Losses are read, and reported, now and then, and that of the last step.
     """
     device, random = text.device, torch.Generator().manual_seed(plan.seed)
     rate = torch.zeros((), device=device)
@@ -129,10 +129,9 @@ def train(model: nn.Module, text: Tensor, plan: Plan) -> Iterator[tuple[int, flo
     model.train()
     with chunked_forms(model):
         for number in range(plan.steps):
-            progress = max(number / plan.steps, (time.monotonic() - start) / plan.seconds)
-            if progress >= 1:
-                log.info("time is over after %d of %d steps", number, plan.steps)
-                break
+            elapsed = time.monotonic() - start
+            progress = min(max(number / plan.steps, elapsed / plan.seconds), 1.0)
+            last = number == plan.steps - 1 or elapsed >= plan.seconds
             if plan.context(progress) != context:
                 context = plan.context(progress)
                 batch = max(1, plan.batch_bytes // context)
@@ -141,9 +140,11 @@ def train(model: nn.Module, text: Tensor, plan: Plan) -> Iterator[tuple[int, flo
             step.tokens.copy_(text[starts + torch.arange(context + 1, device=device)])
             rate.fill_(plan.rate(progress))
             step.run()
-            if number % every == 0 or number == plan.steps - 1:
+            if last or number % every == 0:
                 # Reading the loss waits for the device; without it, seconds would be those of launching.
                 yield number, progress, step.loss.item() / math.log(2)
+            if last:
+                break
 
 
 @torch.no_grad()
