@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quantisers as q
 import torch
+import torch.distributed as dist
 from hf_models import MODELS, random_ids
 from safetensors.torch import load_file, save_file
 from test_parity import absorb, case, spoiled_session
@@ -27,6 +28,7 @@ from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.inspection import inspect_model
 from trtllm_replayssm.network.packed import PackedWeight, Packing, dense, unpacked_e2m1
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
+from trtllm_replayssm.runtime.ranks import run_ranks
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.subject import checkpoint_subject
 
@@ -125,16 +127,36 @@ def test_logits_are_those_of_the_dequantised_twin(name: str, tmp_path: Path) -> 
     assert torch.equal(*logits)
 
 
-def test_ranks_compute_with_their_own_parts(tmp_path: Path) -> None:
-    """The engine of two ranks loads, and each rank's weights are those of its checkpoint file."""
-    packed, _ = folders(KEPT["nemotron super"], tmp_path)
-    kept(packed, tmp_path / "kept", tp_size=2)
-    build_engine(tmp_path / "kept", tmp_path / "engine", BuildOptions(max_batch_size=2, max_seq_len=16))
+@dataclass(frozen=True)
+class Job:
+    """Engines of two ranks below ``root``; each rank writes its logits beside them."""
+
+    root: Path
+    ids: Tensor
+
+
+def run_both(job: Job) -> int:
+    for name in ("kept", "twin"):
+        logits = absorb(Session(Engine.load(job.root / f"{name}.engine", device="cpu")), job.ids)
+        save_file({"logits": logits.contiguous()}, job.root / f"{name}.{dist.get_rank()}")
+    return 0
+
+
+def test_two_ranks_equal_the_dequantised_twin(tmp_path: Path) -> None:
+    """Bit for bit, from parts of FP8 and NVFP4 weights that are cut by rows and by columns."""
+    packed, plain = folders(KEPT["nemotron super"], tmp_path)
+    config, _ = kept(packed, tmp_path / "kept", tp_size=2)
+    parameters = config.decoder.parameters(2)
+    assert {parameters[name].axis for name in config.packings} >= {0, 1, 2}
+    convert(plain, tmp_path / "twin", tp_size=2, warn=lambda message: None)
+    for name in ("kept", "twin"):
+        options = BuildOptions(max_batch_size=2, max_seq_len=16, max_num_tokens=64)
+        build_engine(tmp_path / name, tmp_path / f"{name}.engine", options)
+    assert run_ranks(2, run_both, Job(tmp_path, random_ids(2, 12)), "cpu") == 0
     for rank in range(2):
-        stored = load_file(tmp_path / f"kept/rank{rank}.safetensors")
-        (tmp_path / "copy.safetensors").write_bytes((tmp_path / f"engine/rank{rank}.engine").read_bytes())
-        loaded = load_file(tmp_path / "copy.safetensors")
-        assert all(torch.equal(loaded[n].view(torch.uint8), t.view(torch.uint8)) for n, t in stored.items() if t.dim())
+        mine, twin = (load_file(tmp_path / f"{name}.{rank}")["logits"] for name in ("kept", "twin"))
+        assert torch.equal(mine, twin)
+        assert mine.std() > 0.1
 
 
 @sample
@@ -146,6 +168,7 @@ def test_bytes_are_as_many_as_inspect_says(name: str, tmp_path: Path) -> None:
         report = inspect_model(checkpoint_subject(config))
         stored = load_file(tmp_path / "kept/rank0.safetensors")
         assert report.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
+        assert report.weight_bytes == sum(weight.nbytes for weight in load_rank(tmp_path / "kept", 0).values())
         by_layer = sum(t.nbytes for n, t in stored.items() if n.startswith("transformer.layers."))
         assert report.total("weight_bytes") == by_layer
         # A scale of 32 bits for a row of 16 columns, the narrowest here, is 2 bits a weight; for one of 16-column groups, too.

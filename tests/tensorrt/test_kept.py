@@ -11,15 +11,17 @@ import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
-from emission import REPLAY, Emission, Run
+from emission import REPLAY, Emission, Run, make_weights
 from hf_models import random_ids
 from test_quantised_families import folders
-from test_quantised_kept import KEPT
+from test_quantised_kept import KEPT, packed_fp8
 from test_recording import record
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
 from trtllm_replayssm.builders.convert import convert
-from trtllm_replayssm.network.packed import dense
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.network.packed import PackedWeight, Packing, dense
 from trtllm_replayssm.network.tensorrt.build import StepSizes
 from trtllm_replayssm.network.tensorrt.describe import describe_network, layer_kind
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
@@ -69,6 +71,36 @@ def test_tensorrt_builds_the_network(name: str, tmp_path: Path) -> None:
     """In bfloat16, with all profiles, for a GPU that has the numbers."""
     config, weights = checkpoint(name, tmp_path, "bfloat16")
     assert len(emission(config, weights, FP4).plan(SIZES, FP4)) > 0
+
+
+def test_plans_hold_weights_as_they_are_stored() -> None:
+    """Not dequantised while the plan is built: FP8 takes half, NVFP4 less than a third of what bfloat16 does."""
+    layer = Mlp(4096, "swiglu")
+    decoder = HybridDecoder(64, 512, 1e-5, (layer,))
+    plain = make_weights(decoder, torch.bfloat16)
+    weights = {
+        None: plain,
+        "FP8": {n: packed_fp8(w) if ".mlp." in n else w for n, w in plain.items()},
+        "NVFP4": {n: packed_nvfp4(w) if ".mlp." in n else w for n, w in plain.items()},
+    }
+    size = {
+        kind: len(Emission.of(decoder, torch.bfloat16, weights=w, capability=FP4).plan(SIZES, FP4))
+        for kind, w in weights.items()
+    }
+    values = sum(p.elements for n, p in decoder.parameters().items() if ".mlp." in n)
+    assert size[None] > 2 * values
+    # What is no weight is larger by the code that dequantises.
+    rest = size[None] - 2 * values
+    assert size["FP8"] < values + 2 * rest + 2**20
+    assert size["NVFP4"] < 0.6 * values + 2 * rest + 2**20
+
+
+def packed_nvfp4(weight: torch.Tensor) -> PackedWeight:
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(n, k // 16, generator=generator).to(torch.float8_e4m3fn)
+    return PackedWeight(Packing("NVFP4", 16), (values, scales, torch.full((n,), 0.1)), weight.dtype)
 
 
 def test_numbers_that_the_gpu_lacks_become_constants(tmp_path: Path) -> None:
