@@ -28,6 +28,7 @@ from benchmarks.accuracy_report import Report, Result
 from benchmarks.accuracy_variants import Variant, variants
 from trtllm_replayssm.bench.machine import machine_info
 from trtllm_replayssm.bench.plots import check_matplotlib
+from trtllm_replayssm.console import print_error
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine import Engine
@@ -182,7 +183,7 @@ def main() -> int:
     try:
         run(parse(sys.argv[1:]))
     except UserError as error:
-        print(f"error: {error}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)
+        print_error(error.message, error.hint)
         return 1
     return 0
 

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from trtllm_replayssm.bench.machine import machine_info
 from trtllm_replayssm.builders.staging import check_output, staged_folder
+from trtllm_replayssm.console import print_error
 from trtllm_replayssm.demo.models import open_time_step, write_tokenizer
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.devices import resolve_device
@@ -173,7 +174,7 @@ def main() -> int:
     try:
         run(options)
     except UserError as error:
-        print(f"error: {error}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)
+        print_error(error.message, error.hint)
         return 1
     return 0
 
