@@ -127,6 +127,16 @@ def test_logits_are_those_of_the_dequantised_twin(name: str, tmp_path: Path) -> 
     assert torch.equal(*logits)
 
 
+def test_scaled_products_of_a_converted_engine(tmp_path: Path) -> None:
+    """From the checkpoint's own FP8 weights: other logits, within what rounding activations does."""
+    packed, _ = folders(KEPT["kimi fp8"], tmp_path)
+    kept(packed, tmp_path / "kept")
+    exact = engine(tmp_path / "kept", tmp_path / "engine")
+    scaled = Engine.load(tmp_path / "engine", device="cpu", scaled_matmul=True)
+    mine, expected = (absorb(Session(loaded), random_ids(2, 12)).float() for loaded in (scaled, exact))
+    assert 1e-3 < (mine - expected).norm() / expected.norm() < 0.5
+
+
 @dataclass(frozen=True)
 class Job:
     """Engines of two ranks below ``root``; each rank writes its logits beside them."""

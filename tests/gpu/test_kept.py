@@ -14,6 +14,7 @@ import synthetic
 
 from trtllm_replayssm.builders.keeping import is_multiplied
 from trtllm_replayssm.network.packed import NVFP4_GROUP, PackedWeight, Packing, dense
+from trtllm_replayssm.network.scaled import scaled_linear, suited
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
@@ -70,6 +71,19 @@ def test_engine_computes_with_the_values(tmp_path, packing, dtype):
     mine, twin = (logits(replace(engine, weights=weights), ids) for weights in (kept, values))
     assert twin.std() > 0.1
     torch.testing.assert_close(mine, twin, rtol=0, atol=1e-3 * float(twin.std()))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 37])
+def test_product_of_rounded_tokens_is_that_of_the_cpu(tokens):
+    """Sums are taken in another order, and rounded to bfloat16."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no FP8 products")
+    weight = packed(torch.empty(256, 512, dtype=torch.bfloat16).normal_(), Packing("FP8"))
+    there = replace(weight, parts=tuple(part.cuda() for part in weight.parts))
+    x = torch.randn(2, tokens, 512, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+    assert suited(there)
+    expected, got = scaled_linear(x, weight).float(), scaled_linear(x.cuda(), there).float().cpu()
+    assert (got - expected).norm() / expected.norm() < 2**-8
 
 
 def logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:

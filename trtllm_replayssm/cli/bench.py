@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from trtllm_replayssm.cli.generate import speculation_options
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argument, path_argument, prefix_cache_bytes
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import Fold
@@ -101,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugin_impl", choices=("auto", "reference", "cuda"), default="auto", help="who computes the recurrent layers"
     )
+    add_scaled_matmul_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,6 +132,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.warmup < 0 or args.random_seed < 0:
         raise UserError("--warmup and --random_seed must be 0 or more")
     prefix_cache_bytes(args)
+    if args.scaled_matmul and args.engine_dir is None:
+        raise UserError("--scaled_matmul is for FP8 weights, and random ones are not quantised", "give an --engine_dir")
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch_size is {args.batch_size}; it must be 1 or more")
     if measures_steps(args):
@@ -166,7 +169,9 @@ def bench(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.ranks import lost_ranks
 
     if args.engine_dir is not None:
-        engine = Engine.load(args.engine_dir, device=args.device, plugin_impl=args.plugin_impl)
+        engine = Engine.load(
+            args.engine_dir, device=args.device, plugin_impl=args.plugin_impl, scaled_matmul=args.scaled_matmul
+        )
     else:
         engine = synthetic(args)
     with lost_ranks(engine.config.world_size):

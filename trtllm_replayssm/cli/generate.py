@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.cli.options import add_running_arguments, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.options import (
+    add_running_arguments,
+    add_scaled_matmul_argument,
+    path_argument,
+    prefix_cache_bytes,
+)
 from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
@@ -47,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
     )
     add_running_arguments(parser)
+    add_scaled_matmul_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,6 +106,7 @@ def generate(args: argparse.Namespace) -> int:
         speculation=speculation,
         prefix_cache_bytes=cache_bytes,
         cuda_graphs=False if args.no_cuda_graphs else None,
+        scaled_matmul=args.scaled_matmul,
     )
     reports = llm.engine.rank == 0
     streams = reports and args.output_file is None and args.input_text is not None and len(prompts) == 1

@@ -77,6 +77,14 @@ def prefix_cache_bytes(args: argparse.Namespace) -> int:
     return round(gib * 2**30)
 
 
+def add_scaled_matmul_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scaled_matmul",
+        action="store_true",
+        help="round activations to FP8, token by token, and multiply FP8 weights that were kept as they are; less exact",
+    )
+
+
 def add_running_arguments(parser: argparse.ArgumentParser) -> None:
     """How an engine is run: who drafts, what is kept, and on what it computes."""
     speculation = parser.add_argument_group(

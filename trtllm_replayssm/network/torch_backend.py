@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtllm_replayssm.network import scaled
 from trtllm_replayssm.network.base import Network, Rope
 from trtllm_replayssm.network.experts import looped_experts
 from trtllm_replayssm.network.gated import Limit
 from trtllm_replayssm.network.ngram import NgramHash, ngram_rows
-from trtllm_replayssm.network.packed import StoredWeight, dense
+from trtllm_replayssm.network.packed import PackedWeight, StoredWeight, dense
 from trtllm_replayssm.network.selection import blocks_of_tokens, select_blocks, update_block_cache
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import Step
@@ -41,6 +42,7 @@ class TorchNetwork(Network):
     kv_len: positions of the KV cache that any row of this step can see; a host-side upper bound.
     group: the tensor-parallel process group, None with one rank.
     plugins: who computes the plugin layers; None for the CUDA kernels where ``step`` is on a CUDA device.
+    scaled_matmul: multiply FP8 weights as they are, with activations rounded to FP8, where network.scaled can.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class TorchNetwork(Network):
         kv_len: int,
         group: dist.ProcessGroup | None = None,
         plugins: Implementation | None = None,
+        scaled_matmul: bool = False,
     ) -> None:
         self.weights, self.pools, self.step, self.dtype = weights, pools, step, activation
-        self.kv_len, self.group = kv_len, group
+        self.kv_len, self.group, self.scaled_matmul = kv_len, group, scaled_matmul
         self.plugins = plugins or implementation("auto", step.device)
         self.tp_size = 1 if group is None else group.size()
         self.live = step[:, Step.SLOT] >= 0
@@ -77,6 +80,9 @@ class TorchNetwork(Network):
         return F.embedding(token_ids.long(), table.flatten(0, -2)).to(self.dtype)
 
     def _linear(self, x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+        if self.scaled_matmul and isinstance(weight, PackedWeight) and scaled.suited(weight):
+            out = scaled.scaled_linear(x, weight)
+            return out if bias is None else out + bias.to(out.dtype)
         weight = dense(weight)
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 

@@ -17,6 +17,7 @@ from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.packed import StoredWeight, assembled
+from trtllm_replayssm.network.scaled import check_products
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.implementation import Implementation, PluginImpl, implementation, reference
 from trtllm_replayssm.runtime.build import build_engine
@@ -34,7 +35,8 @@ class Engine:
 
     folder: where it was loaded from (for the tokenizer). decoder: as this rank sees it. weights: by name, on ``device``;
     those that stay quantised are PackedWeight.
-    group: the tensor-parallel process group, None with one rank. plugins: who computes the plugin layers.
+    group: the tensor-parallel process group, None with one rank. plugins: who computes the plugin layers. scaled_matmul: see
+    ``load``.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Engine:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     plugins: Implementation = field(default_factory=reference)
+    scaled_matmul: bool = False
 
     @classmethod
     def load(
@@ -53,12 +56,13 @@ class Engine:
         rank: int | None = None,
         device: str | torch.device | None = None,
         plugin_impl: PluginImpl = "auto",
+        scaled_matmul: bool = False,
     ) -> Engine:
         """Load one rank of an engine folder. On a CPU the weights are mapped and read from disk when first used.
 
         An engine of the flavour tensorrt comes as a TensorRTEngine, which sessions take all the same.
         rank: None for this process's rank in torch.distributed, or 0. device: None for this rank's GPU where there is
-        one, else the CPU.
+        one, else the CPU. scaled_matmul: multiply FP8 weights that were kept with activations rounded to FP8 (network/scaled).
 
         Raises EngineError when versions, files or the machine do not fit.
         """
@@ -68,6 +72,8 @@ class Engine:
         group = process_group(config.world_size, where)
         rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         plugins = implementation(plugin_impl, where)
+        if scaled_matmul:
+            check_scaled_matmul(folder, config, where)
         if config.tensorrt is not None:
             from trtllm_replayssm.runtime.tensorrt.engine import load_plans
 
@@ -83,6 +89,7 @@ class Engine:
             rank=rank,
             group=group,
             plugins=plugins,
+            scaled_matmul=scaled_matmul,
         )
 
     def network(self, pools: Mapping[str, Tensor], step: Tensor, kv_len: int) -> TorchNetwork:
@@ -92,7 +99,8 @@ class Engine:
             from trtllm_replayssm.network.cuda_backend import CudaNetwork
 
             kind = CudaNetwork
-        return kind(self.weights, pools, step, self.config.checkpoint.torch_dtype, kv_len, self.group, self.plugins)
+        dtype = self.config.checkpoint.torch_dtype
+        return kind(self.weights, pools, step, dtype, kv_len, self.group, self.plugins, self.scaled_matmul)
 
 
 def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFile:
@@ -121,6 +129,19 @@ def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFi
     except CheckpointError as error:
         raise EngineError(error.message, REBUILD) from None
     return file
+
+
+def check_scaled_matmul(folder: Path, config: EngineConfig, device: torch.device) -> None:
+    """Raises EngineError where FP8 products are asked for in vain, or the device has none."""
+    if config.tensorrt is not None:
+        raise EngineError(f"{folder} is run by TensorRT, which multiplies as it was built", "leave out --scaled_matmul")
+    packings = config.checkpoint.packings.values()
+    if not any(packing.quant_algo == "FP8" and packing.group_size is None for packing in packings):
+        raise EngineError(
+            f"{folder} has no FP8 weights with a scale a row",
+            "convert with --quantization keep, or leave out --scaled_matmul",
+        )
+    check_products(device)
 
 
 def load_weights(path: Path, device: torch.device, checkpoint: CheckpointConfig) -> dict[str, StoredWeight]:

@@ -46,13 +46,14 @@ class LLM:
         prefix_cache_bytes: int = 0,
         time_slice: int | None = None,
         cuda_graphs: bool | None = None,
+        scaled_matmul: bool = False,
     ) -> None:
         """See Engine.load for the arguments and errors, SpeculationOptions for speculative decoding.
 
         prefix_cache_bytes: memory for what prompts begin with in common (PrefixCache); 0 for none. time_slice: see Scheduler.
         cuda_graphs: see Session.
         """
-        self.engine = Engine.load(engine_dir, device=device, plugin_impl=plugin_impl)
+        self.engine = Engine.load(engine_dir, device=device, plugin_impl=plugin_impl, scaled_matmul=scaled_matmul)
         self.session = Session(self.engine, cuda_graphs=cuda_graphs)
         drafter, longest = (
             (speculation.drafter(self.session), speculation.max_draft_len) if speculation else (None, None)
