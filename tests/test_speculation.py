@@ -381,6 +381,8 @@ def test_engines_that_cannot_speculate_are_refused(pair: tuple[Engine, Engine]) 
     target, draft = pair
     with pytest.raises(UserError, match="max_draft_len is 4; the engine was built for 3 drafts"):
         Scheduler(Session(target), NgramDrafter(), 4)
+    with pytest.raises(UserError, match="max_draft_len is 0"):
+        Scheduler(Session(target), NgramDrafter(), 0)
     with pytest.raises(UserError, match="without room for drafts"):
         Scheduler(Session(synthetic.with_replay(target, max_draft_len=0)), NgramDrafter())
     with pytest.raises(UserError, match="draft engine was built for 1 uncommitted tokens"):

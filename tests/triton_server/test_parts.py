@@ -18,10 +18,12 @@ from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.stepping import SteppingThread
 from trtllm_replayssm.triton.asks import Ask
 from trtllm_replayssm.triton.delivery import Delivery
+from trtllm_replayssm.triton.installation import Installation
 from trtllm_replayssm.triton.openai.chat import ChatTemplate
 from trtllm_replayssm.triton.options import ServingOptions
 from trtllm_replayssm.triton.replies import Reply, Tensors, Times
 from trtllm_replayssm.triton.repository import write_repository
+from trtllm_replayssm.triton.server import Ports, TritonServer
 
 PATIENCE = 30
 
@@ -72,6 +74,10 @@ def test_repository_replaces_only_its_own(engine: Path, tmp_path: Path) -> None:
         write_repository(ServingOptions(str(engine)), models)
     with pytest.raises(EngineError):
         write_repository(ServingOptions(str(tmp_path)), tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="max_draft_len is 4; the engine was built for 3 drafts"):
+        write_repository(
+            ServingOptions(str(engine), speculative_decoding_mode="ngram", max_draft_len=4), tmp_path / "elsewhere"
+        )
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -87,6 +93,16 @@ def test_repository_replaces_only_its_own(engine: Path, tmp_path: Path) -> None:
 def test_parameters_that_cannot_be(parameters: dict[str, str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         ServingOptions.from_parameters(parameters)
+
+
+def test_reason_of_a_server_that_does_not_know_an_option(tmp_path: Path) -> None:
+    """It says so first, and then all that it knows."""
+    program = tmp_path / "tritonserver"
+    program.write_text("""#!/bin/sh\necho "$0: unrecognized option '--nonsense'"\nseq 400\necho\nexit 1\n""")
+    program.chmod(0o755)
+    with TritonServer(Installation(program), tmp_path / "models", Ports("127.0.0.1", 1, 1, 1)) as server:
+        with pytest.raises(EngineError, match="could not start: unrecognized option '--nonsense'"):
+            server.wait_until_ready(PATIENCE)
 
 
 # ---- faults inside a step --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.triton.serving import Deployment, serve
 
     options = serving_options(args)
-    if args.exit_timeout < 0 or args.startup_timeout <= 0:
+    if args.exit_timeout < 0 or not args.startup_timeout > 0:
         raise UserError("--exit_timeout must be 0 or more, and --startup_timeout more than 0")
     ports = {name: getattr(args, f"{name}_port") for name in ("http", "grpc", "metrics", "openai")}
     with tempfile.TemporaryDirectory(prefix="trtllm-replayssm-") as folder:

@@ -31,7 +31,7 @@ from trtllm_replayssm.runtime.request import Request, check_request
 from trtllm_replayssm.runtime.rows import Rows
 from trtllm_replayssm.runtime.sampling import choose_all, mask_padding
 from trtllm_replayssm.runtime.session import Session
-from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter, Kept
+from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter, Kept, draft_room
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
 from trtllm_replayssm.runtime.speculation.verification import verify
 
@@ -61,20 +61,11 @@ class Scheduler:
 
         Raises UserError when the engine cannot verify so many drafts, or for a time slice of no tokens.
         """
-        built = session.replay.max_draft_len
-        if drafter is not None and not 1 <= (max_draft_len or built) <= built:
-            if built == 0:
-                raise UserError(
-                    "the engine was built without room for drafts (max_draft_len 0)",
-                    "build it with --max_draft_len 3, for example",
-                )
-            raise UserError(
-                f"max_draft_len is {max_draft_len}; the engine was built for {built} drafts", f"use 1 to {built}"
-            )
+        longest = 0 if drafter is None else draft_room(session.replay, max_draft_len)
         if time_slice is not None and time_slice < 1:
             raise UserError(f"time_slice is {time_slice}", "use 1 token or more, or None")
         self.session, self.drafter, self.time_slice, self.prefix_cache = session, drafter, time_slice, prefix_cache
-        self.max_draft_len = 0 if drafter is None else max_draft_len or built
+        self.max_draft_len = longest
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.updates: list[Update] = []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.implementation import PluginImpl
 from trtllm_replayssm.runtime.engine_config import EngineConfig
+from trtllm_replayssm.runtime.speculation.drafter import draft_room
 
 if TYPE_CHECKING:
     from trtllm_replayssm.runtime.llm import LLM
@@ -95,10 +96,16 @@ class ServingOptions:
         )
 
     def check(self, version_folder: Path) -> EngineConfig:
-        """The engine's config. Raises EngineError when it, or the draft model's, is none of ours."""
+        """The engine's config.
+
+        Raises EngineError when it, or the draft model's, is none of ours, and UserError for drafts that it has no room for.
+        """
         if self.draft_engine_dir:
             EngineConfig.read(located(self.draft_engine_dir, version_folder))
-        return EngineConfig.read(self.engine_folder(version_folder))
+        config = EngineConfig.read(self.engine_folder(version_folder))
+        if self.speculative_decoding_mode:
+            draft_room(config.replay, self.max_draft_len)
+        return config
 
 
 def located(folder: str, version_folder: Path) -> Path:

@@ -7,6 +7,7 @@ ranks that get the same calls in the same order stay together.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,7 @@ from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.ranks import join_group, lost_ranks, rank_main, receive
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
 from trtllm_replayssm.triton.options import ServingOptions
 
 #: A call of the scheduler's: its name and arguments.
@@ -32,8 +34,9 @@ END_SECONDS = 5.0
 class Ranks:
     """The other ranks, as seen from rank 0."""
 
-    def __init__(self, processes: list[Any], orders: list[Connection], reports: list[Connection]) -> None:
-        self.processes, self.orders, self.reports = processes, orders, reports
+    def __init__(self, processes: list[Any], orders: list[Connection], reports: list[Connection], folder: str) -> None:
+        """folder: where the ranks find one another; removed with them."""
+        self.processes, self.orders, self.reports, self.folder = processes, orders, reports, folder
         self.closing = False
 
     @classmethod
@@ -46,7 +49,10 @@ class Ranks:
         if world_size == 1:
             return None
         context, device = mp.get_context("spawn"), options.device or None
-        store = os.path.join(tempfile.mkdtemp(prefix="trtllm-replayssm-"), "store")
+        # With serve in its own folder, which goes with it however the model ends.
+        file = os.environ.get(MODEL_FILE_VARIABLE)
+        folder = tempfile.mkdtemp(prefix="trtllm-replayssm-", dir=os.path.dirname(file) if file else None)
+        store = os.path.join(folder, "store")
         processes, orders, reports = [], [], []
         for rank in range(1, world_size):
             order, listener = context.Pipe()
@@ -62,7 +68,7 @@ class Ranks:
             processes.append(process)
             orders.append(order)
             reports.append(reader)
-        ranks = cls(processes, orders, reports)
+        ranks = cls(processes, orders, reports, folder)
         Thread(target=ranks.watch, args=(lost,), name="trtllm-replayssm-ranks", daemon=True).start()
         join_group(0, world_size, device, store)
         return ranks
@@ -91,6 +97,7 @@ class Ranks:
             process.join(END_SECONDS)
             process.kill()
             process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class LeadingScheduler:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 #: Seconds that the server gets to end after those that running requests get.
 KILL_AFTER = 10.0
 #: Lines of the server's log that are kept for an explanation.
-KEPT_LINES = 200
+KEPT_LINES = 1000
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
 
@@ -177,7 +177,8 @@ class TritonServer:
         for pattern in REASONS:
             if found := re.findall(pattern, text, re.MULTILINE):
                 return str(found[-1]).strip()
-        return self.lines[-1] if self.lines else f"it ended with status {self.process.returncode} without a word"
+        said = [line for line in self.lines if line.strip()]
+        return said[-1] if said else f"it ended with status {self.process.returncode} without a word"
 
     def lives(self) -> bool:
         """Whether the server runs, and the model in it: Triton does not start a model's process a second time."""
@@ -216,6 +217,7 @@ class TritonServer:
 REASONS = (
     r"failed to load .*?: Internal: (?:TritonModelException: )?(.*?)(?:\\n|\"$)",
     r"^error: (.*)",
+    r"^\S+: ((?:unrecognized|ambiguous|invalid) option .*|option .*)",
     r"^E\d.*?\] \"?(.*?)\"?$",
 )
 LOG_HINT = "add --log_level debug to see the server's log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ def serve(deployment: Deployment, work_folder: Path) -> int:
     with_text = (engine / "tokenizer.json").is_file()
     if with_text and (missing := [name for name in ("aiohttp", "tritonclient") if find_spec(name) is None]):
         raise UserError(f"OpenAI's interface needs {missing[0]}, which is not installed", pip_extra("serve"))
+    # The front's gRPC would act in the server's process, between fork and exec, when that is started again.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     repository = work_folder / "models"
     write_repository(deployment.options, repository)
     installation = find_server(deployment.tritonserver, work_folder)

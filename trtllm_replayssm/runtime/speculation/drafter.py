@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.sampling import SamplingParams
 
 
@@ -44,6 +46,23 @@ class Kept:
     start: int
     hidden: Tensor
     following: Sequence[int]
+
+
+def draft_room(replay: ReplayConfig, wanted: int | None) -> int:
+    """Most drafts of a step: as many as are wanted, None for all that the engine was built for.
+
+    Raises UserError when the engine cannot verify so many, or none are wanted.
+    """
+    built = replay.max_draft_len
+    if built == 0:
+        raise UserError(
+            "the engine was built without room for drafts (max_draft_len 0)",
+            "build it with --max_draft_len 3, for example",
+        )
+    longest = built if wanted is None else wanted
+    if not 1 <= longest <= built:
+        raise UserError(f"max_draft_len is {wanted}; the engine was built for {built} drafts", f"use 1 to {built}")
+    return longest
 
 
 class Drafter(ABC):
