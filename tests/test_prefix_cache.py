@@ -155,25 +155,34 @@ def test_a_device_without_memory_loses_the_cache_and_no_request(
     assert cache.nbytes == held_bytes(cache) == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram", "mtp"])
-def test_random_traffic_with_common_prefixes(engine: Engine, kind: str) -> None:
-    """A cache that always evicts, prompts that part anywhere, preemptions and cancellations: results as if alone."""
+@pytest.mark.parametrize(("kind", "time_slice"), [("plain", None), ("ngram", 2), ("mtp", 3), ("draft_model", 5)])
+def test_random_traffic_with_common_prefixes(engine: Engine, kind: str, time_slice: int | None) -> None:
+    """A cache that always evicts, prompts that part anywhere, preemptions and cancellations: results as if alone.
+
+    Some callers draft what another text said behind the same token, which may be right at first.
+    """
     choose = random.Random(kind)
-    made, cache = caching(engine, kind, max_bytes=120_000)
+    made, cache = caching(engine, kind, max_bytes=120_000, time_slice=time_slice)
     stems = [[choose.randint(2, 200) for _ in range(32)] for _ in range(3)]
     asked: dict[int, Request] = {}
+    #: What was said behind a token, in another text.
+    known: dict[int, list[int]] = {}
     while len(asked) < REQUESTS // 2 or made.busy:
         if len(asked) < REQUESTS // 2 and choose.random() < 0.6:
             prompt = choose.choice(stems)[: choose.randint(1, 32)] + [
                 choose.randint(2, 200) for _ in range(choose.randint(1, 6))
             ]
-            asked[len(asked)] = one = request(engine, len(asked), prompt, max_tokens=choose.randint(1, 12))
+            drafts = said[: choose.randint(0, 12)] if (said := known.get(prompt[-1])) else []
+            asked[len(asked)] = one = request(
+                engine, len(asked), prompt, max_tokens=choose.randint(1, 12), drafts=drafts
+            )
             made.submit(one)
         if made.running and choose.random() < 0.2:
             made.preempt(choose.choice(list(made.running.values())).request.request_id)
         if asked and choose.random() < 0.05:
             made.cancel(choose.choice(list(asked)))
         assert not [update for update in made.step() if update.error]
+        known |= {one.prompt[-1]: one.tokens for one in asked.values() if one.finish_reason is not None}
         assert cache.nbytes == held_bytes(cache) <= cache.max_bytes
     assert cache.statistics.hits > 200
     assert cache.statistics.evictions > 5
