@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,23 @@ def test_reason_of_a_server_that_does_not_know_an_option(tmp_path: Path) -> None
     with TritonServer(Installation(program), tmp_path / "models", Ports("127.0.0.1", 1, 1, 1)) as server:
         with pytest.raises(EngineError, match="could not start: unrecognized option '--nonsense'"):
             server.wait_until_ready(PATIENCE)
+
+
+def test_what_a_server_said_before_it_was_ready_is_no_reason_for_its_end(tmp_path: Path) -> None:
+    """The model of this one has never been there."""
+    program = tmp_path / "tritonserver"
+    program.write_text("""#!/bin/sh\necho 'E0101 00:00:00.0 1 x.cc:1] "no GPU"'\nexec sleep 60\n""")
+    program.chmod(0o755)
+    with TritonServer(
+        Installation(program), tmp_path / "models", Ports("127.0.0.1", 1, 1, 1), exit_timeout=0
+    ) as server:
+        while not server.lines:
+            time.sleep(0.01)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "is_ready", lambda: True)
+            server.wait_until_ready(PATIENCE)
+        assert not server.lives()
+        assert server.reason() == "the process of its model has ended"
 
 
 # ---- faults inside a step --------------------------------------------------------------------------------------------

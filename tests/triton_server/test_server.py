@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.grpc as grpc
 from serving import PATIENCE, Served, Stream, ask, events, post
 
@@ -282,7 +283,8 @@ def test_metrics(served: Served) -> None:
         assert changed[f"replayssm_{name}_seconds_count"] == 1
         assert after[f"replayssm_{name}_seconds_sum"] > 0
     assert after["replayssm_slots"] == 6
-    assert after["replayssm_acceptance_length"] == 1
+    accepted, steps = (after[f"replayssm_{name}_total"] for name in ("accepted_draft_tokens", "decode_steps"))
+    assert after["replayssm_acceptance_length"] == pytest.approx(1 + accepted / steps)
 
 
 def test_threads_do_not_pile_up(served: Served) -> None:

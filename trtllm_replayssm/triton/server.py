@@ -163,6 +163,8 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise EngineError(f"the Triton server was not ready after {seconds:g} seconds", LOG_HINT)
             time.sleep(0.1)
+        # What it said on its way is no reason for an end that comes later.
+        self.lines.clear()
 
     def is_ready(self) -> bool:
         try:
@@ -177,6 +179,8 @@ class TritonServer:
         for pattern in REASONS:
             if found := re.findall(pattern, text, re.MULTILINE):
                 return str(found[-1]).strip()
+        if self.process.poll() is None:
+            return "the process of its model has ended"
         said = [line for line in self.lines if line.strip()]
         return said[-1] if said else f"it ended with status {self.process.returncode} without a word"
 
