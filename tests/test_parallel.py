@@ -133,7 +133,7 @@ def test_segments_must_cover_the_axis() -> None:
 @pytest.mark.parametrize(
     ("layer", "tp_size"),
     [
-        (replace(LAYERS[0], n_groups=1), 2),
+        (replace(LAYERS[0], n_groups=1, num_heads=6), 4),
         (replace(LAYERS[0], n_groups=2), 4),
         (replace(LAYERS[1], num_key_heads=3), 2),
         (replace(LAYERS[1], num_value_heads=6), 4),
