@@ -36,7 +36,7 @@ clean:
 	rm -rf build dist *.egg-info $(VENV)
 
 $(VENV)/python.stamp:
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "Python 3.10 to 3.13 is needed: make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11 to 3.13 is needed for the pinned versions: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
