@@ -6,15 +6,16 @@ finished gates; the others compute them, as ours do. Rows use slots from 1 on, b
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers import loader
+from benchmarks.peers import loader, peer
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, only_for
+from benchmarks.subject import only_for
 
 
 class Layer:
@@ -34,16 +35,10 @@ class Layer:
         return part[i].flatten(0, 1)
 
 
-class Peer(Subject):
+class Peer(peer.Peer):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        self.shape: Any = self.case.shape
-        self.slots = torch.arange(1, self.case.batch + 1, dtype=torch.int32, device=DEVICE)
         self.layers = [Layer(problem) for problem in problems]
-
-    def ring(self, *shape: int, dtype: torch.dtype = ACTIVATION) -> Tensor:
-        """A part of a ring for every slot."""
-        return torch.zeros(self.case.batch + 1, *shape, dtype=dtype, device=DEVICE)
 
     def gate_ring(self, rows: int) -> Tensor:
         gates = (self.shape.dim,) if self.shape.per_channel else ()
@@ -118,8 +113,9 @@ class Packed(Peer):
         only_for(self.case.tokens == 1)
         self.update = self.find()
 
+    @abstractmethod
     def find(self) -> Any:
-        raise NotImplementedError
+        """The project's function. Raises Unavailable without it."""
 
     def bytes(self) -> float:
         return self.case.standard_bytes()

@@ -6,15 +6,16 @@ slot 0 for rows without a request. Weights of a head are views that repeat over 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers import loader
+from benchmarks.peers import loader, peer
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, only_for
+from benchmarks.subject import only_for
 
 
 class Layer:
@@ -33,16 +34,10 @@ class Layer:
         self.out = torch.empty_like(self.x[0])
 
 
-class Peer(Subject):
+class Peer(peer.Peer):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        self.shape: Any = self.case.shape
-        self.slots = torch.arange(1, self.case.batch + 1, dtype=torch.int32, device=DEVICE)
         self.layers = [Layer(problem) for problem in problems]
-
-    def ring(self, *shape: int, dtype: torch.dtype = ACTIVATION) -> Tensor:
-        """A part of a ring for every slot."""
-        return torch.zeros(self.case.batch + 1, *shape, dtype=dtype, device=DEVICE)
 
 
 # ---- the ordinary recurrence -----------------------------------------------------------------------------------------
@@ -56,8 +51,9 @@ class Standard(Peer):
         only_for(self.case.tokens == 1)
         self.update = self.find()
 
+    @abstractmethod
     def find(self) -> Any:
-        raise NotImplementedError
+        """The project's function. Raises Unavailable without it."""
 
     def bytes(self) -> float:
         return self.case.standard_bytes()
@@ -214,8 +210,9 @@ class Snapshots(Peer):
         self.saved = [torch.zeros(shape, dtype=self.case.state, device=DEVICE) for _ in problems]
         self.rows = torch.arange(self.case.batch, dtype=torch.int32, device=DEVICE)
 
+    @abstractmethod
     def find(self) -> Any:
-        raise NotImplementedError
+        """The project's function. Raises Unavailable without it."""
 
     def bytes(self) -> float:
         return self.case.snapshot_bytes()
