@@ -34,6 +34,7 @@ GATED_DELTA = COMMON | dict(
     rms_norm_eps=1e-6,
     max_position_embeddings=512,
 )
+KIMI_LINEAR = demo.MODELS["kimi_linear"].arguments
 QWEN_MOE = dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=8, num_experts_per_tok=3)
 
 #: Heads of the recurrences are as large as in released models: other kernels are compiled for other sizes.
@@ -298,43 +299,19 @@ MODELS = demo.MODELS | {
         "KimiK3Config of its repository",
         "KimiK3ForConditionalGeneration",
         dict(
-            text_config=COMMON
-            | MOE
+            text_config=KIMI_LINEAR
             | dict(
                 model_type="kimi_linear",
-                num_hidden_layers=4,
-                rms_norm_eps=1e-5,
                 hidden_act="situ",
                 activation_situ_beta=1.5,
                 activation_situ_linear_beta=2.0,
                 attn_res_block_size=2,
-                linear_attn_config=dict(
-                    kda_layers=[1, 2, 3],
-                    full_attn_layers=[4],
-                    num_heads=2,
-                    head_dim=128,
-                    short_conv_kernel_size=4,
-                    gate_lower_bound=-5.0,
-                    use_full_rank_gate=True,
-                ),
-                num_attention_heads=4,
-                num_key_value_heads=4,
+                linear_attn_config=KIMI_LINEAR["linear_attn_config"]
+                | dict(gate_lower_bound=-5.0, use_full_rank_gate=True),
                 q_lora_rank=24,
-                kv_lora_rank=32,
-                qk_nope_head_dim=16,
-                qk_rope_head_dim=8,
-                v_head_dim=16,
                 mla_use_output_gate=True,
-                intermediate_size=96,
-                num_experts_per_token=3,
-                num_shared_experts=1,
-                num_expert_group=1,
-                topk_group=1,
-                moe_renormalize=True,
-                routed_scaling_factor=2.446,
                 routed_expert_hidden_size=32,
                 latent_moe_use_norm=True,
-                first_k_dense_replace=1,
             )
         ),
     ),
