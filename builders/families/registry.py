@@ -93,7 +93,7 @@ def recognise(values: dict[str, Any]) -> type[Family]:
         if not kinds and "ssm_cfg" in values:
             family = of_state_spaces(values["ssm_cfg"])
     if family is None:
-        raise unknown(values, (*names, *kinds))
+        raise unknown((*names, *kinds))
     refuse_markers(family, levels)
     if family is KimiLinear and any(stated(level, path) for level in levels for path in K3_MARKERS):
         # The text model of K3 bears the name of Kimi-Linear's class.
@@ -144,7 +144,7 @@ def refusal(name: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{name} is not supported: {reason}", HINT)
 
 
-def unknown(values: dict[str, Any], names: tuple[str, ...]) -> UnsupportedModelError:
+def unknown(names: tuple[str, ...]) -> UnsupportedModelError:
     if names:
         return refusal(names[0], "it is not known to this package")
     return UnsupportedModelError("config.json names neither architectures nor model_type", HINT)

@@ -34,10 +34,6 @@ class PrefixCacheStatistics:
     hits: int = 0
     evictions: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.queries if self.queries else 0.0
-
 
 @dataclass(frozen=True)
 class Snapshot:
