@@ -139,9 +139,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that no reader, in this process or another, ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        # Nobody would ever remove it: its name is random.
+        os.unlink(temporary)
+        raise
 
 
 # ---- NVRTC -----------------------------------------------------------------------------------------------------------

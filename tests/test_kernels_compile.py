@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel
+from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel, write_atomically
 from trtllm_replayssm.plugins.launch import Kernel
 from trtllm_replayssm.plugins.report import released_kernels, report
 
@@ -29,6 +29,14 @@ def test_compiles_without_spills(kernel, arch):
     assert f".target {arch}".encode() in compiled.binary.ptx
     assert f".entry {kernel.symbol}(".encode() in compiled.binary.ptx
     assert compiled.binary.cubin.startswith(b"\x7fELF")
+
+
+def test_a_cache_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    target = tmp_path / "kernel.cubin"
+    target.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomically(target, b"code")
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_binaries_are_cached_by_content(tmp_path, monkeypatch):

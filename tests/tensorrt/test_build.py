@@ -199,6 +199,15 @@ def test_timing_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.filterwarnings("ignore:.*no-ops in TensorRT-RTX")
+def test_timing_cache_behind_a_link_is_replaced_there(tmp_path: Path) -> None:
+    shared, link = tmp_path / "shared.cache", tmp_path / "timing.cache"
+    shared.touch()
+    link.symlink_to(shared)
+    Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, output_timing_cache=link)
+    assert link.is_symlink() and shared.stat().st_size > 0
+
+
 def test_missing_timing_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: No such file or directory"):
         Emission.of(one(Mlp(48, "relu2"))).plan(SMALL, input_timing_cache=tmp_path / "none")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.files import output_file
 
 #: Called with a phase of the build, the steps done and their number; False stops the build.
 Report = Callable[[str, int, int], bool | None]
@@ -81,14 +82,8 @@ class PlanOptions:
         path = self.output_timing_cache
         if path is None:
             return
-        temporary = path.with_name(f".{path.name}.part")
-        try:
-            temporary.write_bytes(config.get_timing_cache().serialize())
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"the timing cache {path} cannot be written: {error.strerror}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
+        with output_file(path) as file:
+            file.write(config.get_timing_cache().serialize())
 
 
 def progress_monitor(trt: Any, report: Report) -> Any:
