@@ -147,11 +147,19 @@ def test_results_survive_a_file(tmp_path):
     assert json.loads((tmp_path / "new" / "results.json").read_text())["schema_version"] == report.SCHEMA_VERSION
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"schema_version": 0}'])
-def test_other_files_are_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "is no result of a benchmark"),
+        ("{}", "has another schema_version"),
+        ("[]", "has another schema_version"),
+        ('{"schema_version": 0}', "has another schema_version"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, match):
     path = tmp_path / "results.json"
     path.write_text(content)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=match):
         report.Run.read(path)
 
 

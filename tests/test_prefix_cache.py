@@ -107,7 +107,9 @@ def test_drafts_of_the_head_are_as_good_as_without_the_cache(engine: Engine) -> 
         plain.submit(fresh := request(engine, 0, resumed.prompt, max_tokens=20))
         finish(plain)
         assert resumed.cached_tokens == 2 * chunk
+        assert resumed.tokens == fresh.tokens
         assert resumed.statistics == fresh.statistics
+        assert fresh.statistics.num_draft_tokens > 0
 
 
 def test_the_least_recently_used_goes_first_and_the_budget_holds(engine: Engine) -> None:

@@ -260,6 +260,8 @@ def test_recurrent_state_of_a_request(name: str) -> None:
 def test_two_ranks_hold_half_of_the_state_each(name: str) -> None:
     options = StateOptions(ReplayConfig(), torch.bfloat16, 1)
     whole, half = (published(name).divided(tp).pools(options) for tp in (1, 2))
+    assert whole.keys() == half.keys()
+    assert any(pool.kind == "state" for pool in whole.values())
     for pool, pool_of_rank in zip(whole.values(), half.values()):
         if pool.kind == "state":
             assert 2 * math.prod(pool_of_rank.shape) == math.prod(pool.shape)

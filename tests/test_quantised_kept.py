@@ -182,6 +182,7 @@ def test_bytes_are_as_many_as_inspect_says(name: str, tmp_path: Path) -> None:
         by_layer = sum(t.nbytes for n, t in stored.items() if n.startswith("transformer.layers."))
         assert report.total("weight_bytes") == by_layer
         # A scale of 32 bits for a row of 16 columns, the narrowest here, is 2 bits a weight; for one of 16-column groups, too.
+        assert report.bits_per_weight
         for algorithm, bits in report.bits_per_weight.items():
             least = {"FP8": 8.0, "NVFP4": 4.5}[algorithm]
             assert least < bits <= least + 2

@@ -395,9 +395,16 @@ def test_engines_that_cannot_speculate_are_refused(pair: tuple[Engine, Engine]) 
         NgramDrafter(0)
 
 
-@pytest.mark.parametrize("options", [("draft_model", None, None), ("ngram", None, Path("x")), ("medusa", None, None)])
-def test_options_that_make_no_sense_are_refused(options: tuple[Any, ...]) -> None:
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (("draft_model", None, None), "go together"),
+        (("ngram", None, Path("x")), "go together"),
+        (("medusa", None, None), "'medusa' is not known"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: tuple[Any, ...], match: str) -> None:
+    with pytest.raises(UserError, match=match):
         SpeculationOptions(*options)
 
 

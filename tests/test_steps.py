@@ -108,6 +108,7 @@ def test_random_weights_make_finite_logits(layer: Layer) -> None:
 def test_decays_are_those_of_trained_models() -> None:
     checkpoint = CheckpointConfig("Test", "bfloat16", 1, models.decoder(), ReplayConfig())
     weights = synthetic_weights(checkpoint, CPU)
+    assert {"A_log", "dt_bias"} <= {name.rpartition(".")[2] for name in weights}
     for name, weight in weights.items():
         if name.endswith("A_log"):
             assert weight.dtype == torch.float32
