@@ -88,7 +88,8 @@ def check_architecture(name: str) -> None:
 def compile_kernel(kernel: Kernel, arch: str) -> Binary:
     """Compile ``kernel`` for ``arch``, or fetch it from the user's cache folder.
 
-    Raises EngineError when NVRTC is not installed, and RuntimeError with NVRTC's messages when the source does not compile.
+    Raises EngineError when NVRTC is not installed or the folder cannot be written, and RuntimeError with NVRTC's messages
+    when the source does not compile.
     """
     options = compile_options(kernel, arch)
     key = cache_key(kernel, options)
@@ -98,8 +99,14 @@ def compile_kernel(kernel: Kernel, arch: str) -> Binary:
         ptx, cubin, log = (path.read_bytes() for path in paths)
         return Binary(ptx, cubin, log.decode())
     binary = run_nvrtc(kernel, options)
-    for path, content in zip(paths, (binary.ptx, binary.cubin, binary.log.encode()), strict=True):
-        write_atomically(path, content)
+    try:
+        for path, content in zip(paths, (binary.ptx, binary.cubin, binary.log.encode()), strict=True):
+            write_atomically(path, content)
+    except OSError as error:
+        raise EngineError(
+            f"the kernels cannot be kept in {cache_folder()}: {error.strerror}",
+            "set XDG_CACHE_HOME to a folder that can be written and has space",
+        ) from None
     return binary
 
 

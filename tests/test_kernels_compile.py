@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel, write_atomically
 from trtllm_replayssm.plugins.launch import Kernel
 from trtllm_replayssm.plugins.report import released_kernels, report
@@ -37,6 +38,14 @@ def test_a_cache_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_atomically(target, b"code")
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kernel = next(k for k in released_kernels() if k.symbol == "advance")
+    with pytest.raises(EngineError, match=r"cannot be kept in .*: Not a directory"):
+        compile_kernel(kernel, "sm_90a")
 
 
 def test_binaries_are_cached_by_content(tmp_path, monkeypatch):
