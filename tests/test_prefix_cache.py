@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.speculation.drafter import Context, Draft
+from trtllm_replayssm.runtime.speculation.mtp import MtpDrafter
 
 PLENTY = 1 << 24
 
@@ -96,20 +99,39 @@ def test_a_prompt_without_a_whole_chunk_is_not_kept(engine: Engine) -> None:
     assert cache.nbytes == 0
 
 
-def test_drafts_of_the_head_are_as_good_as_without_the_cache(engine: Engine) -> None:
+def predictions(made: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The list to which every later step adds the logits from which the head drafts first."""
+    drafter, seen = made.drafter, list[torch.Tensor]()
+    assert isinstance(drafter, MtpDrafter)
+    genuine = drafter.propose
+
+    def propose(contexts: Mapping[int, Context]) -> dict[int, Draft]:
+        seen.extend(drafter.latest[slot].logits.clone() for slot in contexts)
+        return genuine(contexts)
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    return seen
+
+
+def test_drafts_of_the_head_are_as_good_as_without_the_cache(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's caches travel with the prefix; its last row depends on the token behind the prefix."""
     chunk, (made, _) = engine.config.prefill_chunk, caching(engine, "mtp")
+    seen = predictions(made, monkeypatch)
     system = [2 + i % 50 for i in range(2 * chunk)]
     ask(made, [*system, 90], max_tokens=2)
     for tail in (91, 92, 93):
+        seen.clear()
         resumed = ask(made, [*system, tail], max_tokens=20)
         plain = scheduler(engine, "mtp")
+        expected = predictions(plain, monkeypatch)
         plain.submit(fresh := request(engine, 0, resumed.prompt, max_tokens=20))
         finish(plain)
         assert resumed.cached_tokens == 2 * chunk
         assert resumed.tokens == fresh.tokens
         assert resumed.statistics == fresh.statistics
-        assert fresh.statistics.num_draft_tokens > 0
+        # A head with random weights is never right, and its statistics say nothing of what it predicts.
+        assert len(seen) == len(expected) > 0
+        torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=0, atol=1e-4)
 
 
 def test_the_least_recently_used_goes_first_and_the_budget_holds(engine: Engine) -> None:
