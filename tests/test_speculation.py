@@ -385,7 +385,7 @@ def test_engines_that_cannot_speculate_are_refused(pair: tuple[Engine, Engine]) 
         Scheduler(Session(target), NgramDrafter(), 0)
     with pytest.raises(UserError, match="without room for drafts"):
         Scheduler(Session(synthetic.with_replay(target, max_draft_len=0)), NgramDrafter())
-    with pytest.raises(UserError, match="draft engine was built for 1 uncommitted tokens"):
+    with pytest.raises(UserError, match="draft engine was built for 1 drafts, the engine for"):
         DraftModelDrafter(synthetic.with_replay(draft, max_draft_len=1), target)
     with pytest.raises(UserError, match="same vocabulary"):
         DraftModelDrafter(engine("synthetic")[0], target)

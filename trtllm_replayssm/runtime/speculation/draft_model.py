@@ -99,7 +99,7 @@ def check_pair(draft: Engine, target: Engine) -> None:
         )
     if draft.config.replay.max_draft_len < target.config.replay.max_draft_len:
         raise UserError(
-            f"the draft engine was built for {draft.config.replay.max_draft_len} uncommitted tokens, the engine for"
-            f" {target.config.replay.max_draft_len} drafts",
-            f"build it with --max_draft_len {target.config.replay.max_draft_len}",
+            f"the draft engine was built for {draft.config.replay.max_draft_len} drafts, the engine for"
+            f" {target.config.replay.max_draft_len}",
+            f"build the draft engine with --max_draft_len {target.config.replay.max_draft_len}",
         )
