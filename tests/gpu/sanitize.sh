@@ -4,7 +4,8 @@ set -euo pipefail
 source tests/gpu/use_checkout.sh
 for tool in memcheck racecheck synccheck; do
     echo "== $tool"
-    # Torch's caching allocator would hide addresses beyond a tensor's end.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+    # Torch's caching allocator would hide addresses beyond a tensor's end. cuda-python asks the driver for functions that it may
+    # lack; that is no error of a kernel, and launches that fail raise one anyway.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
         python3 -P tests/gpu/sanitize.py
 done
