@@ -124,8 +124,8 @@ def vllm(name: str) -> Any:
         is_rocm=lambda: False,
         is_cpu=lambda: False,
         is_xpu=lambda: False,
-        is_device_capability_family=lambda wanted: wanted // 10 == major,
-        is_device_capability=lambda wanted: wanted == 10 * major + minor,
+        is_device_capability_family=lambda wanted, device_id=0: wanted // 10 == major,
+        is_device_capability=lambda wanted, device_id=0: wanted == 10 * major + minor,
         get_device_capability=lambda *_: (major, minor),
     )
     log: Any = logging.getLogger("peers")
