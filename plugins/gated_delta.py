@@ -13,6 +13,7 @@
 | ring_v    | [slots, Hv, ring_rows, V]                 | ring       | in and out; v (fold exact) or u (fold derived)     |
 | ring_g    | [slots, Hv, ring_rows]                    | float32    | in and out, one address; log decay g               |
 | ring_beta | [slots, Hv, ring_rows]                    | float32    | in and out, one address; beta                      |
+| read_*    | [slots, Hv, ...], of an [Hv, V, K] state  | raw bits   | in and out; none where read_dtype is same          |
 | o         | [rows, T, Hv*V]                           | activation | out; zero for padding rows and tokens              |
 
 Per value head, which reads key head ``i // (Hv/Hk)``, in float32 (Gated DeltaNet, arXiv 2412.06464, equation 10):
@@ -20,6 +21,8 @@ Per value head, which reads key head ``i // (Hv/Hk)``, in float32 (Gated DeltaNe
     q = K^-1/2 q / sqrt(sum q^2 + 1e-6),  k = k / sqrt(sum k^2 + 1e-6)
     g = -exp(A_log) softplus(a + dt_bias),  beta = beta_scale sigmoid(b)
     S = exp(g) S;  u = beta (v - S k);  S = S + u k^T;  o = S q
+
+``read_dtype`` adds a narrow copy of the state for outputs (plugins/read_copy.py); only an exact fold may have one.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import ReadDtype, copy_pools
 
 #: Added under the root when q and k are normalised, as in flash-linear-attention and transformers.
 L2_EPSILON = 1e-6
@@ -46,13 +50,15 @@ class GatedDeltaAttributes:
     ring_rows: int
     beta_scale: float = 1.0
     derived_fold: bool = False
+    read_dtype: ReadDtype = "same"
 
     def pools(self, activation: torch.dtype, state: torch.dtype, ring: torch.dtype) -> dict[str, Pool]:
         hk, hv, k, v, r = self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.ring_rows
-        return {
+        pools = {
             "state": Pool((hv, v, k), state, "state"),
             "ring_k": Pool((hk, r, k), activation if self.derived_fold else ring, "ring"),
             "ring_v": Pool((hv, r, v), ring, "ring"),
             "ring_g": Pool((hv, r), torch.float32, "ring"),
             "ring_beta": Pool((hv, r), torch.float32, "ring"),
         }
+        return pools | copy_pools(self.read_dtype, hv, v, k)

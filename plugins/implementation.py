@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,31 @@ def reference() -> Implementation:
     )
 
 
+#: Layers whose CUDA kernels know no read copy (plugins/read_copy.py).
+WITHOUT_READ_COPY = frozenset({"mamba2", "gated_delta", "kda"})
+
+
+def check_read_copy(layer: str, attributes: Any) -> None:
+    """Raises EngineError when the layer's kernels cannot keep the read copy that its attributes ask for."""
+    if attributes.read_dtype != "same" and layer in WITHOUT_READ_COPY:
+        raise EngineError(
+            f"the CUDA kernels of {layer} layers have no read copies ({attributes.read_dtype})",
+            "use --plugin_impl reference, or build with --state_read_dtype same",
+        )
+
+
+def checked(layer: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``kernel`` where it can serve the attributes, its first argument."""
+    if layer not in WITHOUT_READ_COPY:
+        return kernel
+
+    def run(attributes: Any, *arguments: Any) -> Tensor:
+        check_read_copy(layer, attributes)
+        return kernel(attributes, *arguments)
+
+    return run
+
+
 @lru_cache
 def cuda() -> Implementation:
     from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
@@ -63,8 +88,8 @@ def cuda() -> Implementation:
         "cuda",
         advance.advance,
         causal_conv.causal_conv,
-        mamba2.mamba2,
-        gated_delta.gated_delta,
-        kda.kda,
+        checked("mamba2", mamba2.mamba2),
+        checked("gated_delta", gated_delta.gated_delta),
+        checked("kda", kda.kda),
         materialise.materialise,
     )

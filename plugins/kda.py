@@ -13,12 +13,15 @@
 | ring_v    | [slots, H, ring_rows, V]       | ring       | in and out; v (fold exact) or u (fold derived)        |
 | ring_g    | [slots, H, ring_rows, K]       | float32    | in and out, one address; log decay g                  |
 | ring_beta | [slots, H, ring_rows]          | float32    | in and out, one address; beta                         |
+| read_*    | [slots, H, ...], of [H, V, K]  | raw bits   | in and out; none where read_dtype is same             |
 | o         | [rows, T, H*V]                 | activation | out; zero for padding rows and tokens                 |
 
 As ``gated_delta`` with ``S = S diag(exp(g))`` and one of two gates (Kimi Linear, arXiv 2510.26692):
 
     softplus:  g = -exp(A_log) softplus(f + dt_bias)
     bounded:   g = lower_bound sigmoid(exp(A_log) (f + dt_bias)),   lower_bound < 0
+
+``read_dtype`` adds a narrow copy of the state for outputs (plugins/read_copy.py); only an exact fold may have one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import ReadDtype, copy_pools
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,15 @@ class KdaAttributes:
     ring_rows: int
     lower_bound: float | None = None
     derived_fold: bool = False
+    read_dtype: ReadDtype = "same"
 
     def pools(self, activation: torch.dtype, state: torch.dtype, ring: torch.dtype) -> dict[str, Pool]:
         h, k, v, r = self.num_heads, self.key_dim, self.value_dim, self.ring_rows
-        return {
+        pools = {
             "state": Pool((h, v, k), state, "state"),
             "ring_k": Pool((h, r, k), activation if self.derived_fold else ring, "ring"),
             "ring_v": Pool((h, r, v), ring, "ring"),
             "ring_g": Pool((h, r, k), torch.float32, "ring"),
             "ring_beta": Pool((h, r), torch.float32, "ring"),
         }
+        return pools | copy_pools(self.read_dtype, h, v, k)

@@ -12,6 +12,7 @@
 | ring_x   | [slots, H, ring_rows, P]                 | ring       | in and out, one address                             |
 | ring_b   | [slots, G, ring_rows, N]                 | ring       | in and out, one address                             |
 | ring_dt  | [slots, H, ring_rows]                    | float32    | in and out, one address; processed dt               |
+| read_*   | [slots, H, ...], of an [H, P, N] state   | raw bits   | in and out, one address; none where read_dtype same |
 | y        | [rows, T, H*P]                           | activation | out; zero for padding rows and tokens               |
 
 Per head h of group ``h // (H/G)``, in float32 (Mamba-2, arXiv 2405.21060, section 7):
@@ -21,7 +22,8 @@ Per head h of group ``h // (H/G)``, in float32 (Mamba-2, arXiv 2405.21060, secti
     y  = S C + D x
 
 With ``stochastic_rounding`` a 16-bit state is rounded at random when it is written (plugins/rounding.py), so that it is
-right on average; otherwise to the nearest.
+right on average; otherwise to the nearest. ``read_dtype`` adds a narrow copy of the state for outputs, rounded to the nearest
+in any case (plugins/read_copy.py).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import ReadDtype, copy_pools
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,15 @@ class Mamba2Attributes:
     dt_min: float = 0.0
     dt_max: float = math.inf
     stochastic_rounding: bool = False
+    read_dtype: ReadDtype = "same"
 
     def pools(self, activation: torch.dtype, state: torch.dtype, ring: torch.dtype) -> dict[str, Pool]:
         """The layer's pools; activation is unused, because everything in this ring has the ring dtype or float32."""
         h, p, n, g, r = self.num_heads, self.head_dim, self.state_size, self.n_groups, self.ring_rows
-        return {
+        pools = {
             "state": Pool((h, p, n), state, "state"),
             "ring_x": Pool((h, r, p), ring, "ring"),
             "ring_b": Pool((g, r, n), ring, "ring"),
             "ring_dt": Pool((h, r), torch.float32, "ring"),
         }
+        return pools | copy_pools(self.read_dtype, h, p, n)

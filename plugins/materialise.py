@@ -5,9 +5,10 @@ The destination then stands for the first ``prefix_len`` tokens of the source wi
 ``folded <= prefix_len <= committed``. The convolution ring keeps the ``kernel - 1`` tokens before the last step's first
 token and everything behind it, so call this after the commit of the step that crossed the boundary.
 
-Of a recurrent layer's pools only ``state`` is written, at the destination: with nothing in the ring since the checkpoint it
-is the checkpoint, bit for bit. The ring stays as it is, because none of its rows is live afterwards; the convolution ring
-is addressed by position, so that its whole slot is copied.
+Of a recurrent layer's pools only ``state`` is written, at the destination, and its read copy where the layer has one
+(plugins/read_copy.py): with nothing in the ring since the checkpoint it is the checkpoint, bit for bit. The ring stays as
+it is, because none of its rows is live afterwards; the convolution ring is addressed by position, so that its whole slot is
+copied.
 """
 
 from __future__ import annotations

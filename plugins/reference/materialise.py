@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.materialise import check_prefix
+from trtllm_replayssm.plugins.reference.read_copy import write_copy
 from trtllm_replayssm.plugins.reference.replay import Recurrence, replay_history
 
 
 def materialise(
     recurrence: Recurrence, pools: dict[str, Tensor], source: int, destination: int, folded: int, prefix_len: int
 ) -> None:
-    """Write the state after ``prefix_len`` tokens of slot ``source`` into slot ``destination`` of ``pools['state']``.
+    """Write the state after ``prefix_len`` tokens of slot ``source``, and its read copy, into slot ``destination``.
 
     folded: tokens in the source's checkpoint; ``folded <= prefix_len <= committed``.
     Raises ValueError when the slots are the same or the prefix is already folded away.
@@ -21,3 +22,4 @@ def materialise(
     state = pools["state"]
     slots, start, until = (torch.tensor([value], device=state.device) for value in (source, folded, prefix_len))
     state[destination] = replay_history(recurrence, pools, slots, start, until)[0].to(state.dtype)
+    write_copy(pools, torch.tensor([destination], device=state.device))

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import Step
+from trtllm_replayssm.plugins.read_copy import read_dtype_of
+from trtllm_replayssm.plugins.reference.read_copy import read_copy, write_copy
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 #: Named entries of tokens: ``[rows, tokens, heads, ...]``, or ``[rows, heads, ...]`` for one token of each row.
 Tokens = dict[str, Tensor]
@@ -68,10 +71,11 @@ def add_outer(state: Tensor, u: Tensor, x: Tensor) -> None:
     state.view(rows, groups, -1, values, width).addcmul_(u.view(rows, groups, -1, values, 1), x[:, :, None, None])
 
 
-def load_state(state_pool: Tensor, slots: Tensor, folded: Tensor) -> Tensor:
-    """A contiguous copy of the checkpoints of ``slots``; zero, whatever the pool holds, where nothing was folded yet."""
-    loaded = state_pool[slots.clamp(min=0)].to(compute_dtype(state_pool))
-    return keep(folded > 0, loaded).contiguous()
+def load_state(pools: dict[str, Tensor], slots: Tensor, folded: Tensor, copied: bool = False) -> Tensor:
+    """The checkpoints of ``slots``, or their read copies; zero, whatever the pools hold, where nothing was folded yet."""
+    state, slots = pools["state"], slots.clamp(min=0)
+    loaded = read_copy(pools, slots) if copied else state[slots]
+    return keep(folded > 0, loaded.to(compute_dtype(state))).contiguous()
 
 
 def ring_tokens(
@@ -89,10 +93,18 @@ def ring_tokens(
 
 
 def replay_history(
-    recurrence: Recurrence, pools: dict[str, Tensor], slots: Tensor, folded: Tensor, until: Tensor
+    recurrence: Recurrence,
+    pools: dict[str, Tensor],
+    slots: Tensor,
+    folded: Tensor,
+    until: Tensor,
+    copied: bool = False,
 ) -> Tensor:
-    """State ``[rows, heads, ...]`` after tokens ``[0, until)`` of each slot, from its checkpoint and its ring."""
-    state = load_state(pools["state"], slots, folded)
+    """State ``[rows, heads, ...]`` after tokens ``[0, until)`` of each slot, from its checkpoint and its ring.
+
+    copied: start from the read copy of the checkpoint instead.
+    """
+    state = load_state(pools, slots, folded, copied)
     tokens = ring_tokens(recurrence, pools, slots, folded, until, state.dtype)
     for token in each(recurrence.prepare(tokens, from_ring=True)):
         recurrence.update(state, token)
@@ -116,7 +128,8 @@ def replay_step(
 
     tokens: entries ``[rows, T, heads, ...]`` in the compute dtype.
     step: int32 ``[rows, STEP_WORDS]``.
-    pools: ``state [slots, heads, ...]`` and ``ring_<name> [slots, heads, ring_rows, ...]``, changed in place.
+    pools: ``state [slots, heads, ...]``, ``ring_<name> [slots, heads, ring_rows, ...]`` and those of the read copy where the
+        layer has one, changed in place.
     rounded: makes states ``[rows, heads, ...]`` with their step info ``[rows, STEP_WORDS]`` fit the checkpoint's dtype;
         by default they are rounded to the nearest.
     Returns ``[rows, T, heads, value_dim]`` in the compute dtype, zero for padding rows and tokens.
@@ -129,20 +142,29 @@ def replay_step(
     valid = live[:, None] & (torch.arange(length, device=step.device) < query_len[:, None])
     tokens = {name: keep(valid, value) for name, value in tokens.items()}
 
-    state = replay_history(recurrence, pools, slots, folded, torch.where(live, committed, folded))
+    copied = length <= MAX_VERIFY_TOKENS and read_dtype_of(pools) != "same"
+    flushes, absorbs = live & (fold_to > folded) & (fold_to <= committed), live & (fold_to > committed)
+    history = recurrence, pools, slots, folded, torch.where(live, committed, folded)
+    seen = replay_history(*history, copied)
+    # The state that outputs see is also the one that is folded, unless it comes from the copy.
+    state = replay_history(*history) if copied and bool((flushes | absorbs).any()) else seen
 
     def fold(where: Tensor) -> None:
         rows = where.nonzero(as_tuple=True)[0]
         if len(rows):
             kept = state[rows] if rounded is None else rounded(state[rows], step[rows])
             pools["state"][slots[rows]] = kept.to(pools["state"].dtype)
+            write_copy(pools, slots[rows])
 
-    fold(live & (fold_to > folded) & (fold_to <= committed))
-    reads, derived = [], []
-    for token in each(recurrence.prepare(tokens, from_ring=False)):
-        derived.append(recurrence.update(state, token))
-        reads.append(recurrence.read(state, token))
-    fold(live & (fold_to > committed))
+    fold(flushes)
+    prepared, reads, derived = each(recurrence.prepare(tokens, from_ring=False)), [], []
+    for token in prepared:
+        derived.append(recurrence.update(seen, token))
+        reads.append(recurrence.read(seen, token))
+    if state is not seen:
+        for token in prepared:
+            recurrence.update(state, token)
+    fold(absorbs)
 
     payload = {name: tokens[name] for name in recurrence.payload}
     payload |= {name: torch.stack([token[name] for token in derived], 1) for name in derived[0]}
