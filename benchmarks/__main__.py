@@ -76,7 +76,7 @@ def run_kinds(options: argparse.Namespace) -> None:
     from benchmarks.ours import Replay, Standard
     from benchmarks.peers import delta_rule, loader, mamba2
     from benchmarks.subject import Subject
-    from benchmarks.timing import Timer
+    from trtllm_replayssm.tuning.timing import Timer
 
     require_gpu()
     loader.use_folder(options.peers)
@@ -117,7 +117,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def run_conv(options: argparse.Namespace) -> None:
     from benchmarks.conv import compare
-    from benchmarks.timing import Timer
+    from trtllm_replayssm.tuning.timing import Timer
 
     require_gpu()
     for line in compare(Timer(options.repeats)):

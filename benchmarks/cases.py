@@ -11,8 +11,7 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
-
-Attributes = Mamba2Attributes | GatedDeltaAttributes | KdaAttributes
+from trtllm_replayssm.tuning.layer import Attributes, cycle
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,6 @@ MODELS: dict[str, dict[str, Mamba2Model | DeltaModel]] = {
         "ling-3-tiny": DeltaModel(16, 16, per_channel=True),
     },
 }
-#: Folded tokens of every slot before the first step: an ordinary place in a long request.
-BASE = 1000
 #: Bytes of a 16-bit activation; floors are those of 16-bit activations and rings.
 WORD = 2
 
@@ -108,9 +105,7 @@ class Case:
 
     def cycle(self) -> list[int]:
         """Tokens in the ring before each step of a cycle in which everything is accepted; the last one folds."""
-        if self.prefills:
-            return [0]
-        return list(range(self.window)) if self.tokens == 1 else list(range(self.tokens, self.window + 1, self.tokens))
+        return [0] if self.prefills else cycle(self.window, self.tokens)
 
     def folds(self, history: int) -> bool:
         """Whether a step that finds ``history`` tokens in the ring folds (plugins/advance.py)."""

@@ -11,9 +11,9 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.ours import Replay
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.timing import Timer, launches_for
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.device.causal_conv import causal_conv
+from trtllm_replayssm.tuning.timing import Timer, launches_for
 
 BATCHES, KERNEL = (1, 32, 256), 4
 

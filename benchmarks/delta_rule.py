@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Timer, launches_for
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS
 from trtllm_replayssm.plugins.device import delta_rule as device
@@ -28,6 +27,7 @@ from trtllm_replayssm.plugins.device import gated_delta, kda
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
+from trtllm_replayssm.tuning.timing import Timer, launches_for
 
 #: Key heads and value heads; every head is 128 x 128. One head count: KDA.
 MODELS = {

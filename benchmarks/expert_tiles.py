@@ -15,9 +15,9 @@ from itertools import product
 
 import torch
 
-from benchmarks.timing import Timer
 from trtllm_replayssm.plugins.compiler import architecture, compile_kernel
 from trtllm_replayssm.plugins.device.experts import NO_LIMITS, Tile, experts, linear_kernel, tile_for
+from trtllm_replayssm.tuning.timing import Timer
 
 #: experts, chosen of them, hidden size, inner size, activation
 MODELS = {"nano": (128, 6, 2688, 1856, "relu2"), "qwen": (256, 8, 2048, 512, "swiglu")}

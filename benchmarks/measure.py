@@ -13,7 +13,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.problem import Problem
 from benchmarks.subject import Subject, Unavailable, Unsuited
-from benchmarks.timing import Timer, launches_for
+from trtllm_replayssm.tuning.timing import Timer, launches_for
 
 #: Rows of a check, and the largest relative error of its outputs, by the dtype of the state; activations have 16 bits.
 CHECKED_ROWS = 3

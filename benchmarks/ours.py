@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import BASE
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
 from benchmarks.subject import Subject, only_for
-from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
+from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
 from trtllm_replayssm.plugins.implementation import implementation
+from trtllm_replayssm.tuning.layer import FOLDED, Dtypes, plausible_pools, step_info
 
 
 class Replay(Subject):
@@ -24,20 +24,15 @@ class Replay(Subject):
         self.run: Any = getattr(plugins, self.case.kind)
         self.attributes: Any = self.case.attributes
         self.step_info = torch.zeros(self.case.batch, STEP_WORDS, dtype=torch.int32, device=DEVICE)
-        self.folded = BASE
+        self.folded = FOLDED
         self.pools = [self.allocate(problem) for problem in problems]
         self.place([0])
 
     def allocate(self, problem: Problem) -> dict[str, Tensor]:
         """Pools with plausible rings, which nobody but a timed step finds."""
-        described = self.attributes.pools(ACTIVATION, self.case.state, ACTIVATION)
-        pools = {name: pool.allocate(self.case.batch, DEVICE) for name, pool in described.items()}
+        dtypes = Dtypes(ACTIVATION, self.case.state, ACTIVATION)
+        pools = plausible_pools(self.attributes, dtypes, self.case.batch, DEVICE)
         pools["state"].copy_(problem.state)
-        for name, low, high in (("ring_dt", 0.01, 0.2), ("ring_g", -0.2, 0.0), ("ring_beta", 0.0, 1.0)):
-            if name in pools:
-                pools[name].uniform_(low, high)
-        for name in {"ring_x", "ring_b", "ring_k", "ring_v"} & pools.keys():
-            pools[name].normal_()
         return pools
 
     def step(self, layer: int, i: int) -> Tensor:
@@ -53,15 +48,9 @@ class Replay(Subject):
 
     def place(self, histories: Sequence[int]) -> None:
         super().place(histories)
-        case, plans = self.case, []
-        for history in histories:
-            committed = self.folded + history
-            absorbed = case.tokens if case.absorbs else 0
-            plans.append((committed, self.folded, committed + absorbed if case.folds(history) else self.folded))
-        rows = torch.arange(case.batch)
-        self.step_info[:, Step.SLOT] = rows.int().to(DEVICE)
-        self.step_info[:, Step.COMMITTED : Step.FOLD_TO + 1] = torch.tensor(plans).int()[rows % len(plans)].to(DEVICE)
-        self.step_info[:, Step.QUERY_LEN] = case.tokens
+        case, mode = self.case, RowMode.ABSORB if self.case.prefills else RowMode.DECODE
+        info = step_info(case.window, histories, case.tokens, case.batch, DEVICE, self.folded, mode)
+        self.step_info.copy_(info)
 
     def commit(self, accepted: int) -> None:
         history, folds = self.histories[0], self.case.folds(self.histories[0])

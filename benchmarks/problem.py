@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import BASE, Case, DeltaModel, Mamba2Model
+from benchmarks.cases import Case, DeltaModel, Mamba2Model
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, Cursor, RowMode
 from trtllm_replayssm.plugins.reference import delta_rule, mamba2
 from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.tuning.layer import FOLDED, signature
 
 #: Triton's interpreter runs the peers' Triton kernels without a GPU, for checks; it mishandles 16-bit operands of products.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,21 +50,18 @@ class Problem:
             drawn = torch.randn(count, generator=generator, device=DEVICE) * scale + shift
             return drawn.bfloat16().float()
 
-        inputs: tuple[Tensor, ...]
+        sizes, leading = signature(case.attributes), (steps, case.batch, case.tokens)
+        inputs = [normal(*leading, channels) for channels in sizes.inputs]
+        rates, gates, *skips = sizes.weights
         weights: tuple[Tensor, ...]
-        shape, leading = case.shape, (steps, case.batch, case.tokens)
-        if isinstance(shape, Mamba2Model):
-            inner, heads = shape.heads * shape.head_dim, shape.heads
-            inputs = normal(*leading, inner + 2 * shape.groups * shape.state_size), normal(*leading, heads)
-            weights = weight(heads).abs(), weight(heads, shift=-2.0), weight(heads)
+        if sizes.kind == "mamba2":
+            weights = weight(rates).abs(), weight(gates, shift=-2.0), *map(weight, skips)
         else:
-            gates = shape.value_heads * (shape.dim if shape.per_channel else 1)
-            channels = (2 * shape.key_heads + shape.value_heads) * shape.dim
-            inputs = normal(*leading, channels), normal(*leading, gates) - 2, normal(*leading, shape.value_heads)
-            weights = weight(shape.value_heads).abs(), weight(gates, scale=0.3)
+            inputs[1] -= 2
+            weights = weight(rates).abs(), weight(gates, scale=0.3)
         described = case.attributes.pools(ACTIVATION, case.state, ACTIVATION)["state"]
         state = torch.empty(case.batch, *described.shape, dtype=case.state, device=DEVICE)
-        return cls(case, inputs, weights, state.normal_(std=0.1, generator=generator))
+        return cls(case, tuple(inputs), weights, state.normal_(std=0.1, generator=generator))
 
     def reference(self, accepted: Sequence[int]) -> Tensor:
         """Outputs ``[steps, batch, T, channels]`` in float64 when ``accepted[i]`` tokens of step i are kept."""
@@ -73,7 +71,7 @@ class Problem:
         pools = {name: pool.allocate(rows, DEVICE).double() for name, pool in described.items()}
         pools["state"].copy_(self.state)
         weights, run = [w.double() for w in self.weights], REFERENCES[case.kind]
-        cursors = torch.full((rows, CURSOR_WORDS), BASE, dtype=torch.int32, device=DEVICE)
+        cursors = torch.full((rows, CURSOR_WORDS), FOLDED, dtype=torch.int32, device=DEVICE)
         slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         lengths = torch.full_like(slots, case.tokens)
         modes = torch.full_like(slots, int(RowMode.ABSORB if case.prefills else RowMode.DECODE))
