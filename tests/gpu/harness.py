@@ -2,6 +2,9 @@
 
 Everything that a kernel must not read holds NaN: rings outside their live rows, checkpoints with ``folded == 0``, padding
 tokens, slots of no row. Everything that it must not write is compared bit by bit afterwards.
+
+A read copy starts as the quantised checkpoint of its slot, so that outputs from it are exactly defined; after the step it
+must be, bit for bit, what the definition makes of the checkpoint that the kernel wrote.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.reference.read_copy import write_copy
 
 #: Largest accepted relative error of a result that is rounded once to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+#: E4M3's NaN, the poison of codes and block scales.
+NAN_BITS = 0x7F
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ def poisoned_pools(
     """Pools on the CPU, NaN but for what the plans may read, which ``make(name, shape)`` provides."""
     tensors = {}
     for name, pool in pools.items():
-        tensor = pool.allocate(slots).fill_(float("nan"))
+        tensor = pool.allocate(slots).fill_(NAN_BITS if pool.dtype == torch.int8 else float("nan"))
         for plan in plans:
-            if plan.slot < 0:
+            if plan.slot < 0 or pool.kind == "copy":
                 continue
             if pool.kind == "ring":
                 rows = [p % pool.shape[1] for p in plan.live]
@@ -79,6 +85,7 @@ def poisoned_pools(
             elif plan.folded:
                 tensor[plan.slot] = make(name, pool.shape).to(pool.dtype)
         tensors[name] = tensor
+    write_copy(tensors, torch.tensor([plan.slot for plan in plans if plan.slot >= 0 and plan.folded], dtype=torch.long))
     return tensors
 
 
@@ -90,7 +97,20 @@ def poison_padding(x: Tensor, plans: list[RowPlan]) -> Tensor:
 
 
 def widened(pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: pool.double() for name, pool in pools.items()}
+    """Copies in float64; of a read copy as it is."""
+    return {name: pool.clone() if is_copy(name) else pool.double() for name, pool in pools.items()}
+
+
+def is_copy(name: str) -> bool:
+    return name.startswith("read_")
+
+
+def expected_copy(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The read copy of pools on the CPU: quantised again where the checkpoint was written, untouched elsewhere."""
+    expected = {name: pool.clone() for name, pool in before.items() if is_copy(name)} | {"state": after["state"]}
+    changed = (after["state"].nan_to_num() != before["state"].nan_to_num()).flatten(1).any(1)
+    write_copy(expected, changed.nonzero(as_tuple=True)[0])
+    return expected
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -129,9 +149,14 @@ def compare(
     torch.cuda.synchronize()
     errors = {"y": relative_error(got, want)}
     bounds = {"y": TOLERANCE[got.dtype]}
+    copies = expected_copy(pools, {name: pool.cpu() for name, pool in actual.items()})
     for name, pool in pools.items():
-        errors[name] = relative_error(actual[name], expected[name].to(pool.dtype))
-        bounds[name] = TOLERANCE[pool.dtype]
+        if is_copy(name):
+            bits = (tensor.cpu().contiguous().view(torch.uint8) for tensor in (actual[name], copies[name]))
+            errors[name], bounds[name] = float(not torch.equal(*bits)), 0.0
+        else:
+            errors[name] = relative_error(actual[name], expected[name].to(pool.dtype))
+            bounds[name] = TOLERANCE[pool.dtype]
     bounds |= tolerances or {}
     wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
     assert not wrong, f"errors {wrong} exceed {bounds}; all: {errors}"
