@@ -163,6 +163,7 @@ TYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.int8: "int8",
     torch.bool: "bool",
     torch.float8_e4m3fn: "fp8",
     torch.float4_e2m1fn_x2: "fp4",

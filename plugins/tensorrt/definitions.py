@@ -1,9 +1,9 @@
-"""The five plugin layers as TensorRT sees them. Tensors and attributes are those of the contracts in ``plugins/``."""
+"""The plugin layers as TensorRT sees them. Tensors and attributes are those of the contracts in ``plugins/``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
 from trtllm_replayssm.plugins.device import advance, causal_conv, delta_rule, gated_delta, kda, mamba2
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
+from trtllm_replayssm.plugins.implementation import check_read_copy
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Launch
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import FORMATS
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT, INT = (torch.float32,), (torch.int32,)
@@ -49,7 +51,8 @@ class Definition:
     """One layer. inputs: in the order of the kernel's parameters. result: its first output; its pools follow.
 
     result_sizes: like Input.sizes. slots: its pools, of any dtypes. tokens_of: the input ``[rows, T, ...]``, whose dtype the
-    result has. launch: the launch record for bound inputs, rows and T.
+    result has. launch: the launch record for bound inputs, rows and T. fixed: attributes that the layer's name says, and
+    that TensorRT is not given.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Definition:
     slots: Callable[[Any], dict[str, Pool]]
     launch: Callable[[Any, Mapping[str, Bound], int, int], Launch]
     tokens_of: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -97,6 +101,11 @@ def strides(bound: Mapping[str, Bound], *names: str) -> tuple[int, ...]:
     return tuple(bound[name].stride for name in names)
 
 
+def copy_names(bound: Mapping[str, Bound]) -> tuple[str, ...]:
+    """Pools of the read copy, in order."""
+    return tuple(name for name in bound if name.startswith("read_"))
+
+
 def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
     dtypes, has_bias = (bound["x"].dtype, bound["weight"].dtype), "bias" in bound
     x_stride, ring_stride = strides(bound, "x", "conv_ring")
@@ -104,16 +113,18 @@ def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, 
 
 
 def mamba2_launch(a: Mamba2Attributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
+    check_read_copy("mamba2", a)
     dtypes = (bound["xbc"].dtype, bound["state"].dtype, bound["ring_x"].dtype)
-    moved = strides(bound, "xbc", "dt", "state", "ring_x", "ring_b", "ring_dt")
+    moved = strides(bound, "xbc", "dt", "state", "ring_x", "ring_b", "ring_dt", *copy_names(bound))
     return mamba2.launch_record(a, *dtypes, rows, count, moved)
 
 
 def delta_launch(shape_of: Callable[[Any], delta_rule.DeltaShape], *inputs: str) -> Callable[..., Launch]:
     def launch(a: Any, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
-        dtypes = (bound["qkv"].dtype, bound["state"].dtype, bound["ring_v"].dtype)
-        moved = strides(bound, *inputs, *delta_rule.POOLS)
-        return delta_rule.launch_record(shape_of(a), *dtypes, rows, count, moved)
+        shape, dtypes = shape_of(a), (bound["qkv"].dtype, bound["state"].dtype, bound["ring_v"].dtype)
+        check_read_copy(shape.source, a)
+        moved = strides(bound, *inputs, *delta_rule.POOLS, *copy_names(bound))
+        return delta_rule.launch_record(shape, *dtypes, rows, count, moved)
 
     return launch
 
@@ -140,9 +151,27 @@ def conv_definition(has_bias: bool) -> Definition:
     )
 
 
+def layer_name(kind: str, attributes: Any) -> str:
+    """The layer for these attributes: one that keeps a read copy has another list of inputs, and so another name."""
+    read_dtype = getattr(attributes, "read_dtype", "same")
+    return kind if read_dtype == "same" else f"{kind}_{read_dtype}"
+
+
+def with_copies(plain: Definition) -> Iterator[Definition]:
+    """The layer, and for one that can keep a read copy also a layer for each format, its pools behind the others."""
+    if "read_dtype" not in {f.name for f in fields(plain.attributes)}:
+        yield plain
+        return
+    yield replace(plain, fixed={"read_dtype": "same"})
+    for read_dtype, layout in FORMATS.items():
+        copies = {name: Input((pool.dtype,), pool=True) for name, pool in layout.pools(1, 1, layout.block).items()}
+        name, inputs = f"{plain.name}_{read_dtype}", {**plain.inputs, **copies}
+        yield replace(plain, name=name, inputs=inputs, fixed={"read_dtype": read_dtype})
+
+
 DEFINITIONS = {
     d.name: d
-    for d in (
+    for plain in (
         Definition(
             "advance",
             AdvanceAttributes,
@@ -227,4 +256,5 @@ DEFINITIONS = {
             "qkv",
         ),
     )
+    for d in with_copies(plain)
 }

@@ -107,7 +107,8 @@ def with_signature(function: Callable, parameters: dict[str, Any], returned: Any
 def attribute_types(definition: Definition) -> dict[str, type]:
     """The layer's attributes as TensorRT types. An optional number is a float, NaN for none."""
     hints = get_type_hints(definition.attributes)
-    own = {f.name: float if hints[f.name] == float | None else hints[f.name] for f in fields(definition.attributes)}
+    names = [f.name for f in fields(definition.attributes) if f.name not in definition.fixed]
+    own = {name: float if hints[name] == float | None else hints[name] for name in names}
     return own | COMMON_ATTRIBUTES
 
 
@@ -124,7 +125,8 @@ def to_plugin(definition: Definition, attributes: Any, capability: tuple[int, in
 def from_plugin(definition: Definition, values: dict[str, Any]) -> Any:
     """The dataclass that ``to_plugin`` took."""
     own = {name: value for name, value in values.items() if name not in COMMON_ATTRIBUTES}
-    return definition.attributes(**{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in own.items()})
+    given = {n: None if isinstance(v, float) and math.isnan(v) else v for n, v in own.items()}
+    return definition.attributes(**given, **definition.fixed)
 
 
 # ---- the plugin ------------------------------------------------------------------------------------------------------
@@ -247,4 +249,10 @@ def bounds(shape: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...
 
 
 #: ``tensorrt.plugin``'s names of types.
-TYPE_NAMES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16", torch.int32: "INT32"}
+TYPE_NAMES = {
+    torch.float32: "FP32",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.int32: "INT32",
+    torch.int8: "INT8",
+}

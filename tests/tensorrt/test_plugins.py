@@ -21,6 +21,7 @@ from trtllm_replayssm.network.tensorrt.quick_plugins import QuickPlugins  # noqa
 from trtllm_replayssm.plugins.advance import AdvanceAttributes  # noqa: E402
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes  # noqa: E402
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes  # noqa: E402
+from trtllm_replayssm.plugins.implementation import WITHOUT_READ_COPY  # noqa: E402
 from trtllm_replayssm.plugins.kda import KdaAttributes  # noqa: E402
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes  # noqa: E402
 from trtllm_replayssm.plugins.tensorrt.definitions import ANY, DEFINITIONS, Bound  # noqa: E402
@@ -161,7 +162,36 @@ CASES = [
 ]
 #: Layers whose launch depends on the number of rows by more than the grid's second axis.
 HEADS_BY_ROWS = ("mamba2", "gated_delta", "kda")
-every_layer = pytest.mark.parametrize("case", CASES, ids=[case.layer for case in CASES])
+
+
+def copied(case: Case, read_dtype: str, heads: int, rows: int, columns: int) -> Case:
+    """The layer with a read copy of its ``[heads, rows, columns]`` state."""
+    codes, block = (columns, 32) if read_dtype == "fp8" else (columns // 2, 16)
+    scales = heads * rows * columns // block
+    pools = {"read_codes": pool(heads * rows * codes, torch.int8), "read_scales": pool(scales, torch.int8)}
+    # 32 or 64 floats, of which one slot takes 256 bytes.
+    pools |= {"read_head_scale": pool(64)} if read_dtype == "nvfp4" else {}
+    return replace(
+        case,
+        layer=f"{case.layer}_{read_dtype}",
+        attributes=replace(case.attributes, read_dtype=read_dtype),
+        inputs=case.inputs | pools,
+        outputs=[*case.outputs, *pools.values()],
+    )
+
+
+STATES = {"mamba2": (64, 64, 128), "gated_delta": (32, 128, 128), "kda": (32, 128, 128)}
+COPIED = [
+    copied(case, read_dtype, *STATES[case.layer])
+    for case in CASES
+    if case.layer in STATES
+    for read_dtype in ("fp8", "nvfp4")
+]
+every_layer = pytest.mark.parametrize("case", [*CASES, *COPIED], ids=[case.layer for case in (*CASES, *COPIED)])
+with_kernels = [
+    case for case in (*CASES, *COPIED) if case in CASES or case.layer.rpartition("_")[0] not in WITHOUT_READ_COPY
+]
+every_kernel = pytest.mark.parametrize("case", with_kernels, ids=[case.layer for case in with_kernels])
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +221,8 @@ def test_registry_knows_the_layer(case: Case, tensorrt: TensorRT) -> None:
     registry = tensorrt.module.get_plugin_registry()
     creator = registry.get_creator(case.layer, "1", "replayssm")
     fields = [field.name for field in creator.field_names]
-    assert fields == [*vars(case.attributes), "compute_capability", "aliased"]
+    own = [name for name in vars(case.attributes) if name not in DEFINITIONS[case.layer].fixed]
+    assert fields == [*own, "compute_capability", "aliased"]
     assert (case.layer, "replayssm") in {(c.name, c.plugin_namespace) for c in registry.all_creators}
 
 
@@ -213,7 +244,7 @@ def test_outputs(case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch
     assert places == [-1, *(pools if aliased else [-1] * len(pools))]
 
 
-@every_layer
+@every_kernel
 @pytest.mark.parametrize("profile", PROFILES)
 def test_kernel_is_that_of_the_embedded_engine(
     case: Case, profile: str, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +265,7 @@ def test_kernel_is_that_of_the_embedded_engine(
     assert kernel.block == (chosen.kernel.block, 1, 1)
     for r, t in ((least, longest), (usual, longest), ((least + most) // 2, (fewest + longest) // 2), (most, longest)):
         record = DEFINITIONS[case.layer].launch(case.attributes, bound, r, t)
-        if case.layer in HEADS_BY_ROWS:
+        if case.layer.startswith(HEADS_BY_ROWS):
             # How many heads or slices a block takes is decided by the usual number of rows.
             record = DEFINITIONS[case.layer].launch(case.attributes, bound, usual, t)
             record = replace(record, grid=(record.grid[0], r, 1))
@@ -247,7 +278,7 @@ def test_kernel_is_that_of_the_embedded_engine(
         assert kernel.integers(r, t)[: len(expected)] == expected
 
 
-@every_layer
+@every_kernel
 def test_profiles_have_tactics_of_their_own(case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT keeps one kernel a tactic; a shared one would launch one profile's kernel on another's tokens."""
     plugin = built(case, tensorrt, monkeypatch)
@@ -329,6 +360,9 @@ def test_network_adds_the_layer(case: Case, tensorrt: TensorRT) -> None:
     tensor = tensorrt.module.ITensor
     kind, inputs = case.layer, {name: tensor.__new__(tensor) for name in reversed(case.inputs)}
     given = dict(inputs)
+    if case in COPIED:
+        # One name for the network, whatever the layer keeps.
+        kind = kind.rpartition("_")[0]
     if kind == "causal_conv_without_bias":
         kind = "causal_conv"
         del given["no_bias"]

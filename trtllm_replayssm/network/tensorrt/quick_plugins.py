@@ -9,7 +9,7 @@ from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginOutput
 from trtllm_replayssm.plugins.compiler import architecture
-from trtllm_replayssm.plugins.tensorrt.definitions import DEFINITIONS
+from trtllm_replayssm.plugins.tensorrt.definitions import DEFINITIONS, layer_name
 from trtllm_replayssm.plugins.tensorrt.quick import register_plugins, to_plugin
 
 
@@ -45,8 +45,10 @@ class QuickPlugins:
     ) -> tuple[Tensor, ...]:
         if kind == "causal_conv" and "bias" not in inputs:
             kind, inputs = "causal_conv_without_bias", {**inputs, "no_bias": inputs["weight"]}
-        definition = DEFINITIONS[kind]
+        definition = DEFINITIONS[layer_name(kind, attributes)]
         ordered = [inputs[name] for name in definition.inputs]
-        made = getattr(self.layers, kind)(*ordered, **to_plugin(definition, attributes, self.capability, self.aliased))
+        made = getattr(self.layers, definition.name)(
+            *ordered, **to_plugin(definition, attributes, self.capability, self.aliased)
+        )
         layer = emitter.named(emitter.network.add_plugin(made, self.ahead_of_time), kind, *ordered)
         return tuple(layer.get_output(place) for place in range(len(outputs)))
