@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.engine_config import EngineConfig
     from trtllm_replayssm.runtime.files import check_distinct, check_writable
-    from trtllm_replayssm.runtime.ranks import run_ranks, started_by_torchrun
 
     files = {name: getattr(args, name) for name in ("dataset", "report_json", "report_csv")}
     check_distinct({f"--{name}": path for name, path in files.items() if path is not None})
@@ -122,9 +121,7 @@ def run(args: argparse.Namespace) -> int:
             "an engine folder was built with its own",
         )
     world_size = EngineConfig.read(args.engine_dir).world_size if args.engine_dir else (args.tp_size or 1)
-    if world_size > 1 and not started_by_torchrun():
-        return run_ranks(world_size, bench_on_rank, args, args.device)
-    return bench(args)
+    return on_every_rank(world_size, bench, args)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -153,14 +150,6 @@ def check_options(args: argparse.Namespace) -> None:
 def measures_steps(args: argparse.Namespace) -> bool:
     """Whether decode steps are measured, rather than requests."""
     return args.decode_batch_sizes is not None or args.profile_context_lens is not None
-
-
-def bench_on_rank(args: argparse.Namespace) -> int:
-    """``bench`` in a process that ``run_ranks`` started: it knows nothing of the parent's log level."""
-    from trtllm_replayssm.console import start_logging
-
-    start_logging(args.log_level)
-    return bench(args)
 
 
 def bench(args: argparse.Namespace) -> int:

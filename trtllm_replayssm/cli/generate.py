@@ -17,6 +17,7 @@ from trtllm_replayssm.cli.options import (
     path_argument,
     prefix_cache_bytes,
 )
+from trtllm_replayssm.cli.ranks import on_every_rank
 from trtllm_replayssm.console import LOGGER, print_line
 from trtllm_replayssm.errors import UserError
 
@@ -58,25 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.engine_config import EngineConfig
     from trtllm_replayssm.runtime.files import check_distinct, check_writable
-    from trtllm_replayssm.runtime.ranks import run_ranks, started_by_torchrun
 
     files = {name: getattr(args, name) for name in ("input_file", "output_file", "generation_logits_file")}
     check_distinct({f"--{name}": path for name, path in files.items() if path is not None})
     for path in (args.output_file, args.generation_logits_file):
         if path is not None:
             check_writable(path)
-    world_size = EngineConfig.read(args.engine_dir).world_size
-    if world_size > 1 and not started_by_torchrun():
-        return run_ranks(world_size, generate_on_rank, args, args.device)
-    return generate(args)
-
-
-def generate_on_rank(args: argparse.Namespace) -> int:
-    """``generate`` in a process that ``run_ranks`` started: it knows nothing of the parent's log level."""
-    from trtllm_replayssm.console import start_logging
-
-    start_logging(args.log_level)
-    return generate(args)
+    return on_every_rank(EngineConfig.read(args.engine_dir).world_size, generate, args)
 
 
 def generate(args: argparse.Namespace) -> int:

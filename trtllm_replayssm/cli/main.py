@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import trtllm_replayssm
-from trtllm_replayssm.cli.process import Terminated, open_closed_streams, termination_raises
+from trtllm_replayssm.cli.process import EXIT_SIGNAL, Terminated, open_closed_streams, termination_raises
 from trtllm_replayssm.console import LOG_LEVELS, LOGGER, print_error, start_logging
 from trtllm_replayssm.errors import UserError
 
@@ -37,8 +37,6 @@ EXIT_USER_ERROR = 1
 EXIT_INTERNAL_ERROR = 3
 #: Ended by SIGINT or by a closed pipe, as a shell reports it.
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
-#: Added to the number of another signal that ended the process.
-EXIT_SIGNAL = 128
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

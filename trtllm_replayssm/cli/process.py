@@ -10,6 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from trtllm_replayssm.console import print_error
+
+#: What ends a process in good order, beside the keyboard.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+#: Added to the number of the signal that ended a process, as a shell reports it.
+EXIT_SIGNAL = 128
+#: Seconds that a rank gets to end by itself after a signal; torchrun kills it after 30.
+WAITING_SECONDS = 5.0
+
 
 class Terminated(BaseException):
     """The process was asked to end by ``signum``; raised so that half-written folders are removed on the way out."""
@@ -28,7 +37,7 @@ def termination_raises() -> Iterator[None]:
     """SIGTERM and SIGHUP raise Terminated in the block, unless the caller has them ignored or handled (as nohup does)."""
     changed = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGTERM, signal.SIGHUP):
+        for signum in ENDING:
             if signal.getsignal(signum) is signal.SIG_DFL:
                 changed[signum] = signal.signal(signum, terminate)
     try:
@@ -36,6 +45,39 @@ def termination_raises() -> Iterator[None]:
     finally:
         for signum, handler in changed.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def signals_end_waiting() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this rank soon, even while it waits inside a library for another one, which may be gone.
+
+    Python's own handlers run when the library returns: inside NCCL, never. A thread hears of a signal at once, and gives
+    the handlers a moment.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    left = threading.Event()
+    before = signal.set_wakeup_fd(writer)
+    threading.Thread(target=end_after_signal, args=(reader, left), daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def end_after_signal(reader: int, left: threading.Event) -> None:
+    """Ends the process when ``reader`` tells of a signal and ``left`` is not set soon after; returns at the end of it."""
+    with open(reader, "rb", buffering=0) as signals:
+        while number := signals.read(1):
+            if number[0] in ENDING and not left.wait(WAITING_SECONDS):
+                name = signal.Signals(number[0]).name
+                print_error(f"rank {os.environ['RANK']} was ended by {name} while it waited for another rank")
+                os._exit(EXIT_SIGNAL + number[0])
 
 
 def open_closed_streams() -> None:
