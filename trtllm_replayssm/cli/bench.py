@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trtllm_replayssm.cli.generate import speculation_options
 from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argument, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.ranks import on_every_rank
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import Fold
