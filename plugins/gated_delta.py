@@ -32,7 +32,8 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
-from trtllm_replayssm.plugins.read_copy import ReadDtype, copy_pools
+from trtllm_replayssm.plugins.read_copy import copy_pools
+from trtllm_replayssm.replay import ReadDtype
 
 #: Added under the root when q and k are normalised, as in flash-linear-attention and transformers.
 L2_EPSILON = 1e-6

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
-from trtllm_replayssm.plugins.read_copy import ReadDtype, copy_pools
+from trtllm_replayssm.plugins.read_copy import copy_pools
+from trtllm_replayssm.replay import ReadDtype
 
 
 @dataclass(frozen=True)

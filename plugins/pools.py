@@ -15,7 +15,8 @@ SLOT_ALIGNMENT = 256
 class Pool:
     """One state tensor of a layer: ``shape`` and ``dtype`` of one slot.
 
-    kind says what the bytes are for, in reports: ``state`` (checkpoint), ``ring``, ``conv``, ``kv`` or ``cursor``.
+    kind says what the bytes are for, in reports: ``state`` (checkpoint), ``copy`` (of it, for reads), ``ring``, ``conv``,
+    ``kv`` or ``cursor``.
     block: positions of a request that each row of a cache ``[H, rows, D]`` (kv) stands for.
     """
 

@@ -36,14 +36,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.pools import Pool
-
-ReadDtype = Literal["same", "fp8", "nvfp4"]
+from trtllm_replayssm.replay import ReadDtype
 
 #: Largest magnitudes of E4M3 and E2M1, and the least exponent of an fp8 block.
 E4M3_MAX, E2M1_MAX, LEAST_EXPONENT = 448.0, 6.0, -126
@@ -69,6 +67,11 @@ class CopyFormat:
 
 
 FORMATS: dict[str, CopyFormat] = {"fp8": CopyFormat(32, 8, False), "nvfp4": CopyFormat(16, 4, True)}
+
+
+def copy_names(read_dtype: ReadDtype) -> tuple[str, ...]:
+    """Names of the copy's pools, in order."""
+    return () if read_dtype == "same" else tuple(FORMATS[read_dtype].pools(1, 1, FORMATS[read_dtype].block))
 
 
 def copy_pools(read_dtype: ReadDtype, heads: int, rows: int, columns: int) -> dict[str, Pool]:

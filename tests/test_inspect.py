@@ -133,6 +133,16 @@ def test_bytes_of_a_tiny_model_by_hand() -> None:
     assert report.parameters == sum(g.parameters for g in report.layers) + 2 * 50 * 64 + 64
 
 
+def test_bytes_of_read_copies_by_hand() -> None:
+    for read_dtype, head_bytes in (("fp8", 16 * (32 + 1)), ("nvfp4", 16 * (16 + 2) + 4)):
+        report = inspect_model(tiny(ReplayConfig(state_read_dtype=read_dtype)))
+        mamba, plain = report.layers[0], inspect_model(tiny()).layers[0]
+        assert mamba.copy_bytes == 2 * 8 * head_bytes
+        assert report.request_bytes == inspect_model(tiny()).request_bytes + mamba.copy_bytes
+        assert (mamba.state_bytes, mamba.ring_bytes) == (plain.state_bytes, plain.ring_bytes)
+        assert plain.copy_bytes == 0
+
+
 def test_tensor_parallel_rank_holds_its_share() -> None:
     whole, half = inspect_model(tiny()), inspect_model(tiny(tp_size=2))
     assert half.total("state_bytes") * 2 == whole.total("state_bytes")
@@ -169,6 +179,14 @@ def test_steady_verify_traffic_folds_as_often_as_the_window_asks(tokens: int, ac
     assert RecurrentBytes(1000, 0).steady(replay, tokens, accepted) == pytest.approx(1000 * (1 + folds), rel=1e-3)
 
 
+@pytest.mark.parametrize(("tokens", "accepted", "folds"), [(1, 1, 1 / 16), (4, 3, 0.2)])
+def test_steady_traffic_with_a_read_copy(tokens: int, accepted: int, folds: float) -> None:
+    """Every step reads the copy; one that folds reads the checkpoint as well, and writes both."""
+    replay = ReplayConfig(max_draft_len=tokens - 1)
+    expected = 140 + folds * (1000 + 1000 + 140)
+    assert RecurrentBytes(1000, 0, 140).steady(replay, tokens, accepted) == pytest.approx(expected, rel=1e-3)
+
+
 def test_step_bytes_counts_padding_rows_as_nothing() -> None:
     step = torch.tensor([[0, 20, 16, 16, 4, 0, 0, 0], [-1, 20, 16, 20, 4, 0, 0, 0]])
     assert RecurrentBytes(1000, 10).moved(step) == 1000 + (4 + 4) * 10
@@ -186,7 +204,7 @@ def test_checkpoint_and_engine_say_what_they_were_made_with(config_file: Any) ->
 
 def test_report_of_an_engine_is_what_lies_on_disk_and_in_the_pools(tmp_path: Path) -> None:
     make_checkpoint("nemotron_h", tmp_path / "model")
-    replay = ReplayConfig(window=8, max_draft_len=3)
+    replay = ReplayConfig(window=8, max_draft_len=3, state_read_dtype="nvfp4")
     convert(tmp_path / "model", tmp_path / "checkpoint", dtype="bfloat16", tp_size=2, replay=replay)
     build_engine(tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_seq_len=64))
     report = inspect_model(read_subject(tmp_path / "engine"))
@@ -194,8 +212,9 @@ def test_report_of_an_engine_is_what_lies_on_disk_and_in_the_pools(tmp_path: Pat
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118  (not a dict)
     assert report.weight_bytes == sum(tensor.nbytes for tensor in tensors)
     pools = EngineConfig.read(tmp_path / "engine").pools().values()
-    for kind, size in (("state", "state_bytes"), ("ring", "ring_bytes"), ("conv", "conv_bytes")):
-        allocated = [pool.allocate(1) for pool in pools if pool.kind == kind]
+    for kind in ("state", "copy", "ring", "conv"):
+        size, allocated = f"{kind}_bytes", [pool.allocate(1) for pool in pools if pool.kind == kind]
+        assert allocated
         assert report.total(size) == sum(tensor.numel() * tensor.itemsize for tensor in allocated)
     source = inspect_model(read_subject(tmp_path / "model"))
     assert source.subject.source == "Hugging Face checkpoint"
@@ -221,6 +240,12 @@ def test_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for expected in ("31.6 B, 3.58 B active per token", "23 x mamba2", "46.0 MiB", "verify, 4 tokens, 4 accepted"):
         assert expected in text
+    assert "read copy" not in text
+    assert main(["inspect", path, "--state_read_dtype", "nvfp4"]) == 0
+    text = capsys.readouterr().out
+    # 4.5 bits an element besides, and a scale a head.
+    assert "read as nvfp4" in text
+    assert "6.47 MiB" in text
     assert main(["inspect", path, "--json", "--tp_size", "2", "--state_dtype", "bfloat16", "--replay_window", "8"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["request"]["state_bytes"] == 46 * MIB // 4

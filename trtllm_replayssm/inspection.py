@@ -30,6 +30,8 @@ from trtllm_replayssm.traffic import RecurrentBytes
 
 #: Tokens over which the growth of caches is averaged: a multiple of every step in which they grow.
 SPAN = 1 << 16
+#: Of a LayerGroup, what a request takes whatever its length.
+FIXED_BYTES = ("state_bytes", "copy_bytes", "ring_bytes", "conv_bytes")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class LayerGroup:
     active_parameters: int
     weight_bytes: int
     state_bytes: int
+    copy_bytes: int
     ring_bytes: int
     conv_bytes: int
     kv_bytes_per_token: int
@@ -120,12 +123,12 @@ class Report:
     @property
     def request_bytes(self) -> int:
         """State of one request of max_seq_len tokens."""
-        return self.total("state_bytes") + self.total("ring_bytes") + self.total("conv_bytes") + self.kv_bytes
+        return sum(map(self.total, FIXED_BYTES)) + self.kv_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values; all sizes in bytes."""
         subject = self.subject
-        per_request = {f: self.total(f) for f in ("state_bytes", "ring_bytes", "conv_bytes", "kv_bytes_per_token")}
+        per_request = {f: self.total(f) for f in (*FIXED_BYTES, "kv_bytes_per_token")}
         return {
             "source": subject.source,
             "architecture": subject.architecture,
@@ -190,6 +193,7 @@ def layer_group(subject: Subject, layer: Layer, places: list[int]) -> LayerGroup
             for name, p in own.items()
         ),
         state_bytes=count * kind_bytes(pools, "state"),
+        copy_bytes=count * kind_bytes(pools, "copy"),
         ring_bytes=count * kind_bytes(pools, "ring"),
         conv_bytes=count * kind_bytes(pools, "conv"),
         kv_bytes_per_token=count * kv_bytes_per_token(subject, layer),

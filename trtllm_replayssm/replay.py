@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trtllm_replayssm.errors import UserError
 
@@ -11,6 +11,7 @@ from trtllm_replayssm.errors import UserError
 MAX_VERIFY_TOKENS = 16
 
 Fold = Literal["exact", "derived"]
+ReadDtype = Literal["same", "fp8", "nvfp4"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ReplayConfig:
     fold: how a delta-rule layer moves ring rows into its checkpoint. ``exact`` runs the recurrence again over the raw
         inputs; ``derived`` adds up stored updates ``u``, whose rounding then stays in the state.
         Mamba-2 updates do not depend on the state, so both are the same there.
+    state_read_dtype: what decode and verify steps read instead of the checkpoint: ``fp8`` or ``nvfp4``, a narrow copy that
+        lies beside it (plugins/read_copy.py), or ``same`` for the checkpoint itself. Folds read the checkpoint in any case.
 
     Raises UserError when the values cannot work together.
     """
@@ -37,6 +40,7 @@ class ReplayConfig:
     state_dtype: str = "float32"
     ring_dtype: str = "auto"
     fold: Fold = "exact"
+    state_read_dtype: ReadDtype = "same"
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= 64:
@@ -57,6 +61,13 @@ class ReplayConfig:
             raise UserError(f"ring_dtype {self.ring_dtype!r} is not known", "use auto, float32, bfloat16 or float16")
         if self.fold not in ("exact", "derived"):
             raise UserError(f"replay_fold {self.fold!r} is not known", "use exact or derived")
+        if self.state_read_dtype not in get_args(ReadDtype):
+            raise UserError(f"state_read_dtype {self.state_read_dtype!r} is not known", "use same, fp8 or nvfp4")
+        if self.fold == "derived" and self.state_read_dtype != "same":
+            raise UserError(
+                f"replay_fold derived does not go with state_read_dtype {self.state_read_dtype}",
+                "stored updates that were computed from a rounded copy would stay in the state; use --replay_fold exact",
+            )
 
     @property
     def verify_tokens(self) -> int:

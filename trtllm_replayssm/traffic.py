@@ -1,13 +1,15 @@
 """Bytes of recurrent state that a step moves: a count from cursors, and the steady state of a window.
 
 Counted is what the plugin contracts need: the checkpoint is read once where it holds something, live ring rows are read
-once, appended rows and a folded checkpoint are written once. Left out is what any engine moves alike: activations, the
+once, appended rows and a folded checkpoint are written once. With a read copy (plugins/read_copy.py) steps read the copy
+instead; those that fold read the checkpoint besides, and write both. Left out is what any engine moves alike: activations, the
 convolution window, weights and KV cache.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,30 +24,33 @@ from trtllm_replayssm.replay import ReplayConfig
 
 @dataclass(frozen=True)
 class RecurrentBytes:
-    """Of one request: bytes of its checkpoints, and of one ring row (one token), added up over layers."""
+    """Of one request: bytes of its checkpoints, of one ring row (one token) and of read copies, added up over layers."""
 
     state: int
     ring_row: int
+    copy: int = 0
 
     @classmethod
     def of(cls, pools: Iterable[Pool], replay: ReplayConfig) -> RecurrentBytes:
-        state = ring = 0
+        total = Counter[str]()
         for pool in pools:
-            size = math.prod(pool.shape) * pool.dtype.itemsize
-            state += size if pool.kind == "state" else 0
-            ring += size if pool.kind == "ring" else 0
-        return cls(state, ring // replay.ring_rows)
+            total[pool.kind] += math.prod(pool.shape) * pool.dtype.itemsize
+        return cls(total["state"], total["ring"] // replay.ring_rows, total["copy"])
 
     def moved(self, step: torch.Tensor) -> int:
-        """Bytes that the rows of a step read and write. step: int32 ``[rows, STEP_WORDS]`` of ``advance``."""
+        """Bytes that the rows of a decode or verify step read and write. step: int32 ``[rows, STEP_WORDS]`` of ``advance``."""
         total = 0
         for row in step.tolist():
             committed, folded, fold_to = row[Step.COMMITTED], row[Step.FOLDED], row[Step.FOLD_TO]
             if row[Step.SLOT] < 0:
                 continue
-            reads_state, writes_state = folded > 0, fold_to > folded
+            holds, folds = folded > 0, fold_to > folded
             appended = row[Step.QUERY_LEN] if fold_to <= committed else 0
-            total += (reads_state + writes_state) * self.state + (committed - folded + appended) * self.ring_row
+            if self.copy:
+                total += (holds + folds) * self.copy + folds * (holds + 1) * self.state
+            else:
+                total += (holds + folds) * self.state
+            total += (committed - folded + appended) * self.ring_row
         return total
 
     def steady(self, replay: ReplayConfig, tokens: int = 1, accepted: int = 1) -> float:

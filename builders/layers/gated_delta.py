@@ -74,6 +74,7 @@ class GatedDelta(Recurrent):
             ring_rows=replay.ring_rows,
             beta_scale=self.beta_scale,
             derived_fold=replay.fold == "derived",
+            read_dtype=replay.state_read_dtype,
         )
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
@@ -83,7 +84,7 @@ class GatedDelta(Recurrent):
         qkv, z, b, a = net.split(projected, (q + k + v, v, heads, heads))
         qkv = self.convolved(net, name, qkv, replay)
         A_log, dt_bias = net.weight(f"{name}.A_log"), net.weight(f"{name}.dt_bias")
-        o = net.gated_delta(self.attributes(replay), qkv, a, b, A_log, dt_bias, self.state(net, name))
+        o = net.gated_delta(self.attributes(replay), qkv, a, b, A_log, dt_bias, self.state(net, name, replay))
         o = net.unflatten(o, (heads, self.value_dim))
         o = net.flatten(net.rms_norm(o, net.weight(f"{name}.norm.weight"), self.norm_epsilon))
         o = net.multiply(o, net.activation(z, self.gate))

@@ -79,6 +79,7 @@ class Kda(Recurrent):
             ring_rows=replay.ring_rows,
             lower_bound=self.lower_bound,
             derived_fold=replay.fold == "derived",
+            read_dtype=replay.state_read_dtype,
         )
 
     def gate_logits(self, net: Network, name: str, x: Tensor, gate: str) -> Tensor:
@@ -91,7 +92,7 @@ class Kda(Recurrent):
         qkv = self.convolved(net, name, net.linear(x, net.weight(f"{name}.qkv.weight")), replay)
         f, b = self.gate_logits(net, name, x, "f"), net.linear(x, net.weight(f"{name}.b.weight"))
         A_log, dt_bias = net.weight(f"{name}.A_log"), net.weight(f"{name}.dt_bias")
-        o = net.kda(self.attributes(replay), qkv, f, b, A_log, dt_bias, self.state(net, name))
+        o = net.kda(self.attributes(replay), qkv, f, b, A_log, dt_bias, self.state(net, name, replay))
         o = net.unflatten(o, (self.num_heads, self.head_dim))
         o = net.flatten(net.rms_norm(o, net.weight(f"{name}.norm.weight"), self.norm_epsilon))
         o = net.multiply(o, net.activation(self.gate_logits(net, name, x, "g"), "sigmoid"))

@@ -95,6 +95,7 @@ class Mamba2(Recurrent):
             ring_rows=replay.ring_rows,
             dt_min=self.dt_min,
             dt_max=self.dt_max,
+            read_dtype=replay.state_read_dtype,
         )
 
     def forward(self, net: Network, name: str, x: Tensor, replay: ReplayConfig) -> Tensor:
@@ -106,7 +107,7 @@ class Mamba2(Recurrent):
         gate, xbc, dt = net.split(projected, (self.inner_size, self.conv_channels, self.num_heads))
         xbc = self.convolved(net, name, xbc, replay, self.conv_bias)
         A_log, dt_bias, D = (net.weight(f"{name}.{w}") for w in ("A_log", "dt_bias", "D"))
-        y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, self.state(net, name))
+        y = net.mamba2(self.attributes(replay), xbc, dt, A_log, dt_bias, D, self.state(net, name, replay))
         y = net.multiply(y, net.activation(gate, "silu"))
         if self.norm_epsilon is not None:
             weight = net.weight(f"{name}.norm.weight")

@@ -12,11 +12,15 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import copy_names
 from trtllm_replayssm.replay import ReplayConfig
 
 
 class Recurrent(Layer):
-    """A mixer whose plugin layer keeps the pools ``state_names``. conv_kernel: taps of the convolution."""
+    """A mixer whose plugin layer keeps the pools ``state_names`` and those of the read copy.
+
+    conv_kernel: taps of the convolution.
+    """
 
     conv_kernel: int
     state_names: ClassVar[tuple[str, ...]]
@@ -45,6 +49,6 @@ class Recurrent(Layer):
         taps = net.weight(f"{name}.conv1d.bias") if bias else None
         return net.causal_conv(self.conv_attributes(replay), x, weight, taps, net.pool(f"{name}.conv_ring"))
 
-    def state(self, net: Network, name: str) -> dict[str, Tensor]:
+    def state(self, net: Network, name: str, replay: ReplayConfig) -> dict[str, Tensor]:
         """The plugin layer's pools by their short names."""
-        return {pool: net.pool(f"{name}.{pool}") for pool in self.state_names}
+        return {pool: net.pool(f"{name}.{pool}") for pool in (*self.state_names, *copy_names(replay.state_read_dtype))}

@@ -13,9 +13,9 @@ from trtllm_replayssm.plugins.read_copy import (
     E4M3_MAX,
     FORMATS,
     LEAST_EXPONENT,
-    ReadDtype,
     read_dtype_of,
 )
+from trtllm_replayssm.replay import ReadDtype
 
 E4M3 = torch.float8_e4m3fn
 #: float32's exponent bias and position, which are also those of E8M0.

@@ -18,7 +18,7 @@ from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Launch
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.pools import Pool
-from trtllm_replayssm.plugins.read_copy import FORMATS
+from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT, INT = (torch.float32,), (torch.int32,)
@@ -101,11 +101,6 @@ def strides(bound: Mapping[str, Bound], *names: str) -> tuple[int, ...]:
     return tuple(bound[name].stride for name in names)
 
 
-def copy_names(bound: Mapping[str, Bound]) -> tuple[str, ...]:
-    """Pools of the read copy, in order."""
-    return tuple(name for name in bound if name.startswith("read_"))
-
-
 def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
     dtypes, has_bias = (bound["x"].dtype, bound["weight"].dtype), "bias" in bound
     x_stride, ring_stride = strides(bound, "x", "conv_ring")
@@ -115,7 +110,7 @@ def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, 
 def mamba2_launch(a: Mamba2Attributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
     check_read_copy("mamba2", a)
     dtypes = (bound["xbc"].dtype, bound["state"].dtype, bound["ring_x"].dtype)
-    moved = strides(bound, "xbc", "dt", "state", "ring_x", "ring_b", "ring_dt", *copy_names(bound))
+    moved = strides(bound, "xbc", "dt", "state", "ring_x", "ring_b", "ring_dt", *copy_names(a.read_dtype))
     return mamba2.launch_record(a, *dtypes, rows, count, moved)
 
 
@@ -123,7 +118,7 @@ def delta_launch(shape_of: Callable[[Any], delta_rule.DeltaShape], *inputs: str)
     def launch(a: Any, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
         shape, dtypes = shape_of(a), (bound["qkv"].dtype, bound["state"].dtype, bound["ring_v"].dtype)
         check_read_copy(shape.source, a)
-        moved = strides(bound, *inputs, *delta_rule.POOLS, *copy_names(bound))
+        moved = strides(bound, *inputs, *delta_rule.POOLS, *copy_names(a.read_dtype))
         return delta_rule.launch_record(shape, *dtypes, rows, count, moved)
 
     return launch

@@ -20,7 +20,7 @@ from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argumen
 from trtllm_replayssm.cli.ranks import on_every_rank
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.replay import Fold
+from trtllm_replayssm.replay import Fold, ReadDtype
 
 if TYPE_CHECKING:
     from trtllm_replayssm.bench.decode import DecodeTiming
@@ -40,6 +40,7 @@ SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("max_num_tokens", {"type": int}, "most tokens of a prefill step; by default 8192"),
     ("replay_window", {"type": int}, "tokens of a request that wait in its ring; by default 16"),
     ("state_dtype", {"choices": FLOAT_DTYPES}, "dtype of the recurrent state; by default float32"),
+    ("state_read_dtype", {"choices": get_args(ReadDtype)}, "what decode and verify steps read of it; by default same"),
     ("ring_dtype", {"choices": ("auto", *FLOAT_DTYPES)}, "dtype of the ring's activations; by default auto"),
     ("replay_fold", {"choices": get_args(Fold)}, "how a delta-rule layer folds; by default exact"),
 )

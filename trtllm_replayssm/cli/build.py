@@ -152,6 +152,7 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
         replay_window=args.replay_window,
         max_draft_len=args.max_draft_len,
         state_dtype=args.state_dtype,
+        state_read_dtype=args.state_read_dtype,
         ring_dtype=args.ring_dtype,
         replay_fold=args.replay_fold,
         opt_num_tokens=args.opt_num_tokens,

@@ -74,8 +74,15 @@ def print_summary(folder: Path, report: Report) -> None:
     rows = [
         ("model", f"{subject.architecture}: {kinds}"),
         ("weights", f"{bytes_text(report.weight_bytes)} a rank, {subject.dtype}, {subject.tp_size} rank(s)"),
-        ("ReplaySSM", f"window {replay.window}, {replay.max_draft_len} drafts, state {replay.state_dtype}"),
-        ("recurrent state", f"{bytes_text(report.total('state_bytes'))} a request and rank"),
+        (
+            "ReplaySSM",
+            f"window {replay.window}, {replay.max_draft_len} drafts, state {replay.state_dtype},"
+            f" read as {replay.state_read_dtype}",
+        ),
+        (
+            "recurrent state",
+            f"{bytes_text(report.total('state_bytes') + report.total('copy_bytes'))} a request and rank",
+        ),
         ("next", f"trtllm-replayssm build --checkpoint_dir {folder} --output_dir ENGINE_DIR"),
     ]
     print_table(f"checkpoint {folder}", ("", ""), rows)

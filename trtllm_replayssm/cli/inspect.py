@@ -16,6 +16,16 @@ from trtllm_replayssm.console import bytes_text, count_text, print_line, print_t
 if TYPE_CHECKING:
     from trtllm_replayssm.inspection import Report, Subject
 
+#: Columns of the table of layers, and the byte fields of inspection.LayerGroup that they show.
+SIZES = {
+    "weights": "weight_bytes",
+    "state": "state_bytes",
+    "read copy": "copy_bytes",
+    "ring": "ring_bytes",
+    "conv": "conv_bytes",
+    "KV / token": "kv_bytes_per_token",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -62,20 +72,21 @@ def print_report(report: Report) -> None:
     print_line(f"weights{rank}: {bytes_text(report.weight_bytes)}{kept}")
     print_line(
         f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype},"
-        f" ring {replay.ring_dtype}, fold {replay.fold}"
+        f" read as {replay.state_read_dtype}, ring {replay.ring_dtype}, fold {replay.fold}"
     )
+    sizes = {name: field for name, field in SIZES.items() if name != "read copy" or report.total(field)}
     rows = [
         (
             f"{g.count} x {g.kind}",
             g.shape,
             count_text(g.parameters),
-            *map(bytes_text, (g.weight_bytes, g.state_bytes, g.ring_bytes, g.conv_bytes, g.kv_bytes_per_token)),
+            *(bytes_text(getattr(g, field)) for field in sizes.values()),
         )
         for g in report.layers
     ]
-    fields = ("weight_bytes", "state_bytes", "ring_bytes", "conv_bytes", "kv_bytes_per_token")
-    total = ("all layers", "", count_text(report.total("parameters")), *(bytes_text(report.total(f)) for f in fields))
-    columns = ("layers", "sizes", "parameters", "weights", "state", "ring", "conv", "KV / token")
+    totals = (bytes_text(report.total(field)) for field in sizes.values())
+    total = ("all layers", "", count_text(report.total("parameters")), *totals)
+    columns = ("layers", "sizes", "parameters", *sizes)
     print_table(f"Layers; state, ring and conv of one request{rank}", columns, [*rows, total])
     print_line(
         f"one request of {subject.max_seq_len} tokens: {bytes_text(report.request_bytes)},"

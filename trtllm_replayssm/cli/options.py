@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.replay import Fold, ReplayConfig
+from trtllm_replayssm.replay import Fold, ReadDtype, ReplayConfig
 
 
 def path_argument(text: str) -> Path:
@@ -44,6 +44,12 @@ def add_replay_arguments(parser: argparse.ArgumentParser, overriding: bool = Fal
     )
     add("--state_dtype", defaults.state_dtype, "dtype of the recurrent state", choices=FLOAT_DTYPES)
     add(
+        "--state_read_dtype",
+        defaults.state_read_dtype,
+        "what decode and verify steps read: the state itself (same), or a narrow copy that is kept beside it",
+        choices=get_args(ReadDtype),
+    )
+    add(
         "--ring_dtype",
         defaults.ring_dtype,
         "dtype of the ring's activations; auto is the model's dtype, which loses nothing",
@@ -63,6 +69,7 @@ def replay_config(args: argparse.Namespace, base: ReplayConfig | None = None) ->
         "window": args.replay_window,
         "max_draft_len": args.max_draft_len,
         "state_dtype": args.state_dtype,
+        "state_read_dtype": args.state_read_dtype,
         "ring_dtype": args.ring_dtype,
         "fold": args.replay_fold,
     }

@@ -40,7 +40,8 @@ class BuildOptions:
         DEFAULT_MAX_SEQ_LEN.
     max_num_tokens: most tokens of all requests in one prefill step.
     engine_flavour: one of FLAVOURS, or auto.
-    replay_window, max_draft_len, state_dtype, ring_dtype, replay_fold: instead of the checkpoint's (replay.ReplayConfig).
+    replay_window, max_draft_len, state_dtype, state_read_dtype, ring_dtype, replay_fold: instead of the checkpoint's
+        (replay.ReplayConfig).
     Of the flavour tensorrt only: opt_num_tokens, the tokens of a prefill step that its kernels are chosen for; None for
         EngineConfig.prefill_chunk. gather_context_logits: a prefill can give every token's logits. aliased_state: tell
         TensorRT which pools are one memory, in and out. debug_plugins: have it call Python for every plugin layer. plan: what
@@ -54,6 +55,7 @@ class BuildOptions:
     replay_window: int | None = None
     max_draft_len: int | None = None
     state_dtype: str | None = None
+    state_read_dtype: str | None = None
     ring_dtype: str | None = None
     replay_fold: str | None = None
     opt_num_tokens: int | None = None
@@ -82,6 +84,7 @@ class BuildOptions:
             "window": self.replay_window,
             "max_draft_len": self.max_draft_len,
             "state_dtype": self.state_dtype,
+            "state_read_dtype": self.state_read_dtype,
             "ring_dtype": self.ring_dtype,
             "fold": self.replay_fold,
         }

@@ -118,7 +118,7 @@ class PrefixCache:
 
         length: a multiple of the chunk. hidden: ``[hidden_size]``, of the last of them.
         """
-        rows, state = self.pools_of("kv"), self.pools_of("state", "conv")
+        rows, state = self.pools_of("kv"), self.pools_of("state", "copy", "conv")
         snapshot_bytes = hidden.nbytes + sum(pool[slot].nbytes for pool in state.values())
         while True:
             path = list(self.path(prompt, length))

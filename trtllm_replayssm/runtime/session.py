@@ -319,7 +319,7 @@ class Session:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of all slots by what they are for: ``state``, ``ring``, ``conv``, ``kv`` and ``cursor``."""
+        """Bytes of all slots by what they are for: ``state``, ``copy``, ``ring``, ``conv``, ``kv`` and ``cursor``."""
         totals: dict[str, int] = {}
         for pool in self.layout.values():
             totals[pool.kind] = totals.get(pool.kind, 0) + self.slots * pool.slot_bytes
