@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max_num_tokens", type=int, default=8192, help="most tokens of all requests in one step")
     add_replay_arguments(parser, overriding=True)
+    parser.add_argument(
+        "--tuned",
+        type=path_argument,
+        help="file written by tune; its choice counts where the options above are not given",
+    )
     add_tensorrt_arguments(parser)
     parser.add_argument("--max_beam_width", type=int, default=1, help=argparse.SUPPRESS)
     for name in NEUTRAL:
@@ -119,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if given := [f"--{name}" for name in NEUTRAL if getattr(args, name) is not None]:
         log.warning("%s: of trtllm-build; decides nothing here", ", ".join(given))
     options = build_options(args)
+    if args.tuned is not None:
+        options = tuned(args, options)
     if args.visualize_network is not None:
         from trtllm_replayssm.runtime.tensorrt.dry_run import visualise
 
@@ -169,6 +176,14 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
             profiling_verbosity=args.profiling_verbosity,
         ),
     )
+
+
+def tuned(args: argparse.Namespace, options: BuildOptions) -> BuildOptions:
+    """The options with what --tuned chose. Raises UserError or CheckpointError when it does not fit the checkpoint."""
+    from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+    from trtllm_replayssm.tuning.tuned import read_choice, with_choice
+
+    return with_choice(options, read_choice(args.tuned, CheckpointConfig.read(args.checkpoint_dir)))
 
 
 def print_dry_run(found: DryRun) -> None:

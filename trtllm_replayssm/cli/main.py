@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "serve an engine with Triton Inference Server and OpenAI's interface",
     "triton-repo": "write a model repository for Triton Inference Server",
     "inspect": "show layers, parameters, state and ring sizes of a model, a checkpoint or an engine",
+    "tune": "find the window and dtypes of the recurrent state that suit a model on the GPU at hand",
     "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",
     "demo": "take a tiny random model through everything and prove each step",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, Cursor, RowMode
@@ -15,6 +16,7 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.plugins.reference.read_copy import write_copy
 
 Attributes = Mamba2Attributes | GatedDeltaAttributes | KdaAttributes
 
@@ -64,6 +66,7 @@ def plausible_pools(
             pools[name].uniform_(low, high)
     for name in {"ring_x", "ring_b", "ring_k", "ring_v"} & pools.keys():
         pools[name].normal_()
+    write_copy(pools, torch.arange(slots, device=device))
     return pools
 
 
@@ -80,14 +83,28 @@ def step_info(
     histories: Sequence[int],
     tokens: int,
     rows: int,
-    device: torch.device | str,
-    folded: int = FOLDED,
+    device: torch.device | str = "cpu",
+    folded: int | Tensor = FOLDED,
     mode: RowMode = RowMode.DECODE,
 ) -> Tensor:
-    """int32 ``[rows, STEP_WORDS]`` of a step in which row r finds ``histories[r % len(histories)]`` tokens in its ring."""
+    """int32 ``[rows, STEP_WORDS]`` of a step in which row r finds ``histories[r % len(histories)]`` tokens in its ring.
+
+    folded: tokens that each row's checkpoint covers, one number or ``[rows]``.
+    """
     row = torch.arange(rows, dtype=torch.int32)
     cursors = torch.zeros(rows, CURSOR_WORDS, dtype=torch.int32)
     cursors[:, Cursor.FOLDED] = folded
     cursors[:, Cursor.COMMITTED] = folded + torch.tensor(histories, dtype=torch.int32)[row % len(histories)]
     lengths, modes = torch.full_like(row, tokens), torch.full_like(row, int(mode))
     return advance(AdvanceAttributes(window), cursors, row, lengths, modes, tokens).to(device)
+
+
+def log_decays(attributes: Attributes, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Logarithms of what is left of a state after one token whose gate logits are 0: by head, or by head and channel."""
+    if isinstance(attributes, Mamba2Attributes):
+        return -A_log.exp() * softplus(dt_bias).clamp(attributes.dt_min, attributes.dt_max)
+    if isinstance(attributes, GatedDeltaAttributes):
+        return -A_log.exp() * softplus(dt_bias)
+    rate, logits = A_log.exp()[:, None], dt_bias.unflatten(0, (attributes.num_heads, attributes.key_dim))
+    bound = attributes.lower_bound
+    return -rate * softplus(logits) if bound is None else bound * (rate * logits).sigmoid()
