@@ -43,13 +43,6 @@ struct Tensors {
     float *ring_g_out, *ring_beta_out;
 };
 
-// The same value, of which the compiler knows nothing: what follows from it is computed where it is used, instead of once
-// before all loops, in registers that a tile of the state needs.
-__device__ __forceinline__ int opaque(int value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.
 struct Work {

@@ -82,3 +82,10 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N >= 16 ? 16 : sizeof(T) * N) vec {
     T v[N];
 };
+
+// The same value, of which the compiler knows nothing: what follows from it is computed where it is used, instead of once
+// before all loops, in registers that the state needs.
+__device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
