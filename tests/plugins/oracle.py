@@ -37,11 +37,16 @@ def mamba2(
     dt_bias: np.ndarray,
     D: np.ndarray,
     limits: tuple[float, float] = (0.0, math.inf),
+    start: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x ``[L, H, P]``, b and c ``[L, G, N]``, dt ``[L, H]``; outputs ``[L, H, P]``, states ``[L + 1, H, P, N]``."""
+    """x ``[L, H, P]``, b and c ``[L, G, N]``, dt ``[L, H]``; outputs ``[L, H, P]``, states ``[L + 1, H, P, N]``.
+
+    start: the first state.
+    """
     length, heads, channels = x.shape
     groups, width = b.shape[1:]
     y, states = np.zeros_like(x), np.zeros((length + 1, heads, channels, width))
+    states[0] = start
     for h in range(heads):
         group = h * groups // heads
         for t in range(length):
@@ -53,15 +58,16 @@ def mamba2(
 
 
 def delta_rule(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, start: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """q and k ``[L, Hk, K]`` as projected, v ``[L, Hv, V]``, g ``[L, Hv, K]``, beta ``[L, Hv]``.
+    """q and k ``[L, Hk, K]`` as projected, v ``[L, Hv, V]``, g ``[L, Hv, K]``, beta ``[L, Hv]``; start: the first state.
 
     Outputs ``[L, Hv, V]`` and states ``[L + 1, Hv, V, K]``.
     """
     length, heads, values = v.shape
     key_heads, width = k.shape[1:]
     o, states = np.zeros_like(v), np.zeros((length + 1, heads, values, width))
+    states[0] = start
     for h in range(heads):
         shared = h * key_heads // heads
         for t in range(length):

@@ -57,6 +57,7 @@ class Spec:
     def attributes(self, replay: ReplayConfig) -> Any:
         (groups, heads), (width, values) = self.heads, self.dims
         ring: dict[str, Any] = {"window": replay.window, "ring_rows": replay.ring_rows} | dict(self.options)
+        ring["read_dtype"] = replay.state_read_dtype
         if self.kind == "mamba2":
             return Mamba2Attributes(heads, values, width, groups, **ring)
         ring["derived_fold"] = replay.fold == "derived"
@@ -81,12 +82,18 @@ class Spec:
         widths = {"packed": self.channels} | self.gates
         return {name: torch.randn(length, width, generator=random) for name, width in widths.items()}
 
-    def expected(self, weights: dict[str, Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """The oracle's outputs ``[L, Hv * V]`` and states ``[L + 1, Hv, V, K]``, float64."""
+    def expected(
+        self, weights: dict[str, Tensor], inputs: Inputs, since: int = 0, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The oracle's outputs ``[L, Hv * V]`` and states ``[L + 1, Hv, V, K]``, float64.
+
+        start: a state ``[Hv, V, K]`` after the first ``since`` tokens; the outputs are those of the tokens behind them.
+        """
         (groups, heads), (width, values) = self.heads, self.dims
+        first = 0.0 if start is None else start.double().numpy()
         w = {name: value.double().numpy() for name, value in weights.items()}
-        gates = {name: inputs[name].double().numpy() for name in self.gates}
-        packed = oracle.conv(inputs["packed"], weights["conv"], weights["conv_bias"]).numpy()
+        gates = {name: inputs[name][since:].double().numpy() for name in self.gates}
+        packed = oracle.conv(inputs["packed"], weights["conv"], weights["conv_bias"]).numpy()[since:]
         keys = groups * width
         if self.kind == "mamba2":
             inner = heads * values
@@ -95,7 +102,7 @@ class Spec:
             shared = (-1, groups, width)
             y, states = oracle.mamba2(
                 x.reshape(-1, heads, values), b.reshape(shared), c.reshape(shared),
-                gates["dt"], w["A_log"], w["dt_bias"], w["D"], limits,
+                gates["dt"], w["A_log"], w["dt_bias"], w["D"], limits, first,
             )  # fmt: skip
         else:
             q, k, v = packed[:, :keys], packed[:, keys : 2 * keys], packed[:, 2 * keys :]
@@ -106,7 +113,8 @@ class Spec:
                 scale = self.options.get("beta_scale", 1.0)
                 g, beta = oracle.gated_delta_gates(gates["a"], gates["b"], w["A_log"], w["dt_bias"], width, scale)
             shared = (-1, groups, width)
-            y, states = oracle.delta_rule(q.reshape(shared), k.reshape(shared), v.reshape(-1, heads, values), g, beta)
+            q, k, v = q.reshape(shared), k.reshape(shared), v.reshape(-1, heads, values)
+            y, states = oracle.delta_rule(q, k, v, g, beta, first)
         return torch.from_numpy(y).flatten(1), torch.from_numpy(states)
 
 
@@ -131,7 +139,7 @@ class Row:
 
 
 class Simulator:
-    """Pools and cursors of one layer. Pools start full of ``fill``; float64 pools are float64 throughout."""
+    """Pools and cursors of one layer. Pools start full of ``fill``; float64 pools are float64 but for read copies."""
 
     def __init__(
         self,
@@ -151,14 +159,15 @@ class Simulator:
         ring = activation if replay.ring_dtype == "auto" else getattr(torch, replay.ring_dtype)
         described = self.attributes.pools(activation, state, ring) | self.conv_attributes.pools(activation)
         self.pools = {
-            name: self.allocate(replace(p, dtype=torch.float64) if wide else p, slots, fill)
+            name: self.allocate(replace(p, dtype=torch.float64) if wide and p.kind != "copy" else p, slots, fill)
             for name, p in described.items()
         }
         self.cursors = torch.zeros(slots, CURSOR_WORDS, dtype=torch.int32)
 
     @staticmethod
     def allocate(pool: Pool, slots: int, fill: float) -> Tensor:
-        return pool.allocate(slots).fill_(fill)
+        # Raw bits of a read copy: E4M3's NaN.
+        return pool.allocate(slots).fill_(0x7F if pool.dtype == torch.int8 else fill)
 
     def recurrent_pools(self) -> dict[str, Tensor]:
         return {name: pool for name, pool in self.pools.items() if name != "conv_ring"}
