@@ -36,7 +36,7 @@ from trtllm_replayssm.tuning.candidate import WINDOWS, Candidate, SlotBytes, can
 from trtllm_replayssm.tuning.choice import chosen, explained, limits, pareto
 from trtllm_replayssm.tuning.drift import WEAK_DECAY, Drift, Request, weak_weights
 from trtllm_replayssm.tuning.layer import Dtypes, cycle, log_decays, signature, step_info
-from trtllm_replayssm.tuning.measure import Row, Setting, Times, Tuner, rows
+from trtllm_replayssm.tuning.measure import Row, Setting, Times, Tuner, rows, spread
 from trtllm_replayssm.tuning.subject import TunedSubject, engine_subject
 
 CPU = torch.device("cpu")
@@ -213,6 +213,32 @@ def test_every_layer_is_measured(draft_len: int) -> None:
     # Two Mamba-2 layers of [8, 16, 16] and one delta-rule layer of [4, 16, 16], two requests, two bytes an element.
     assert measured.times is not None and measured.times.mean == pytest.approx((2 * 8 + 4) * 256 * 2 * 2 / 1e3)
     assert measured.drift is not None and 1e-4 < measured.drift.last < 5e-2
+
+
+def test_long_cycles_are_timed_at_even_distances() -> None:
+    assert spread([]) == [] and spread(range(15)) == range(15) and spread(range(16)) == range(16)
+    assert spread(range(63)) == range(0, 63, 4)
+
+
+def test_a_mean_counts_every_step_once() -> None:
+    """Each launch takes as long as its first request has tokens in the ring, and a fold a thousand."""
+
+    class ByHistory(FakeTimer):
+        def captured(self, launches: Sequence[Any]) -> Callable[[], float]:
+            def run() -> float:
+                _, committed, folded, fold_to, *_ = launches[0].info[0].tolist()
+                assert all(launch.info is launches[0].info for launch in launches)
+                return 1000.0 if fold_to > folded else float(committed - folded)
+
+            return run
+
+    setting = Setting(batch=2, draft_len=0, error_tokens=8)
+    tuner = Tuner(subject(LAYERS[:1]), setting, ByHistory(), reference(), CPU)
+    for window in (1, 4, 16):
+        (found,) = rows(tuner.subject, setting, candidates((window,), ("float32",), ("same",)))
+        times = tuner.measured(found).times
+        assert times is not None and times.fold == 1000
+        assert times.mean == pytest.approx((sum(range(window - 1)) + 1000) / window)
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from trtllm_replayssm.tuning.layer import Attributes, Dtypes, cycle, plausible_p
 from trtllm_replayssm.tuning.subject import LayerGroup, TunedSubject
 from trtllm_replayssm.tuning.timing import launches_for
 
+#: Steps of a cycle that are timed, without the one that folds; of a longer cycle as many at even distances.
+MOST_POSITIONS = 16
+
 
 class TimesLaunches(Protocol):
     """timing.Timer, as far as it is used here."""
@@ -155,12 +158,21 @@ class Tuner:
         histories = cycle(attributes.window, setting.tokens)
         place = partial(step_info, attributes.window, tokens=setting.tokens, rows=setting.batch)
         first.info.copy_(place(histories[:1]))
-        run, by_history = self.timer.captured(layers), []
-        for history in histories:
-            first.info.copy_(place([history]))
-            by_history.append(run())
-        first.info.copy_(place(histories))
-        return Times(statistics.mean(by_history), by_history[-1], run())
+        run = self.timer.captured(layers)
+
+        def timed(found: Sequence[int]) -> float:
+            first.info.copy_(place(found))
+            return run()
+
+        *between, last = histories
+        fold, plain = timed([last]), [timed([history]) for history in spread(between)]
+        mean = (statistics.mean(plain) * len(between) + fold) / len(histories) if plain else fold
+        return Times(mean, fold, timed(histories))
+
+
+def spread(histories: Sequence[int]) -> Sequence[int]:
+    """Histories at even distances, few enough to be timed one by one; times grow evenly with them."""
+    return histories[:: -(-len(histories) // MOST_POSITIONS) or 1]
 
 
 class Work:
