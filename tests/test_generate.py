@@ -138,7 +138,7 @@ class Script:
         """What is shown after each token, until the request ends."""
         pieces = []
         for token in token_ids:
-            pieces.append(self.request.take(token, torch.zeros(1)))
+            pieces.append(self.request.take(token))
             if self.request.finish_reason is not None:
                 break
         return pieces

@@ -155,10 +155,10 @@ def test_rows_drawn_together_get_what_each_would_get_alone() -> None:
         {"top_k": 1500},
     ]
     rows = {row: (SamplingParams(seed=row, **kind), 10 + row) for row, kind in enumerate(kinds)}
-    together = choose_all(logits, rows)
+    together = choose_all(logits, rows).tolist()
     for row, (params, start) in rows.items():
         assert together[row] == [choose(logits[row, i], params, start + i) for i in range(3)]
-        alone = choose_all(logits[row : row + 1], {0: (params, start)})
+        alone = choose_all(logits[row : row + 1], {0: (params, start)}).tolist()
         assert together[row] == alone[0]
     assert together[6] == logits[6].argmax(-1).tolist()
 

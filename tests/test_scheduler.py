@@ -19,6 +19,7 @@ from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.asynchronous import AsyncScheduler
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
 from trtllm_replayssm.runtime.outputs import Update
@@ -141,7 +142,7 @@ def test_random_traffic_equals_each_request_alone(engine: Engine, kind: str, tim
         traffic.disturb(made)
         traffic.step(made)
     assert not made.running
-    assert made.saved_bytes == 0
+    assert not made.jobs
     assert traffic.preempted > count / 10
     ended = {"stop": 0, "length": 0, "cancelled": 0}
     for name, asked in traffic.asked.items():
@@ -249,6 +250,95 @@ def test_drafts_that_cannot_be_are_refused(engine: Engine, tmp_path: Path) -> No
         scheduler(synthetic.load(plain)).submit(request(engine, 0, [2], drafts=[3]))
 
 
+# ---- host and device -------------------------------------------------------------------------------------------------
+
+
+def recorded(made: Scheduler, asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens from now on: steps of the session, tokens that requests take, updates that are handed out."""
+    events: list[str] = []
+    step = made.session.step
+
+    def stepping(ids: torch.Tensor, first: int, lengths: Any, modes: list[RowMode], *rest: Any) -> torch.Tensor:
+        events.append("prefill" if modes[0] == RowMode.ABSORB else "decode")
+        return step(ids, first, lengths, modes, *rest)
+
+    def taking(one: Request) -> Any:
+        take = one.take
+
+        def recording(*given: Any) -> str:
+            events.append(f"take {one.request_id}")
+            return take(*given)
+
+        return recording
+
+    monkeypatch.setattr(made.session, "step", stepping)
+    for one in asked:
+        monkeypatch.setattr(one, "take", taking(one))
+    return events
+
+
+def test_the_next_step_is_launched_before_the_last_tokens_are_looked_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = scheduler(engine)
+    asked = [request(engine, name, [2 + name], max_tokens=4 - name) for name in range(2)]
+    for one in asked:
+        made.submit(one)
+    events = recorded(made, asked, monkeypatch)
+    rounds = []
+    while made.busy:
+        begun = len(events)
+        rounds.append((events[begun:], [(u.request_id, u.token_ids) for u in made.step()]))
+        rounds[-1] = events[begun:], rounds[-1][1]
+    assert [happened for happened, _ in rounds] == [
+        ["prefill"],
+        ["decode", "take 0", "take 1"],
+        ["decode", "take 0", "take 1"],
+        ["decode", "take 0", "take 1"],
+        ["take 0"],
+    ]
+    for one in asked:
+        assert [tokens for _, told in rounds for name, tokens in told if name == one.request_id] == [
+            [token] for token in one.tokens
+        ]
+
+
+def test_a_request_that_turns_out_to_have_ended_costs_a_row_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stops by a token, one by a string; a third goes on, and the next two take the slots in the very same step."""
+    made = scheduler(engine)
+    free = alone(engine, 0, [2], max_tokens=20)
+    asked = [
+        request(engine, 0, [2], max_tokens=20, stop_token_ids=[free.tokens[3]]),
+        request(engine, 1, [2], max_tokens=20, stop=[free.text[:2]]),
+        *(request(engine, name, [5 + name], max_tokens=20) for name in range(2, 6)),
+    ]
+    for one in asked:
+        made.submit(one)
+    finish(made)
+    assert asked[0].finish_reason == asked[1].finish_reason == "stop"
+    assert asked[0].tokens == free.tokens[: len(asked[0].tokens)]
+    for one in asked[2:]:
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=20).tokens
+
+
+@pytest.mark.parametrize("kind", ["ngram", "given"])
+def test_steps_with_drafts_wait_for_the_tokens_that_drafts_are_made_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    drafts = alone(engine, 0, [2], max_tokens=8).tokens
+    made = scheduler(engine, "plain" if kind == "given" else kind)
+    one = request(engine, 0, [2], max_tokens=12, drafts=drafts if kind == "given" else ())
+    made.submit(one)
+    events = recorded(made, [one], monkeypatch)
+    finish(made)
+    assert events[:3] == ["prefill", "take 0", "decode"]
+    # As soon as no draft is left, the device is ahead again.
+    assert (events[-3:] == ["decode", "take 0", "take 0"]) == (kind == "given")
+    assert one.tokens == alone(engine, 0, [2], max_tokens=12).tokens
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +361,7 @@ def test_a_long_request_makes_room_when_its_time_is_up(engine: Engine) -> None:
     for _ in range(8):
         made.step()
     assert asked[4].tokens
-    assert made.saved_bytes > 0
+    assert any(job.saved is not None for job in made.waiting)
     finish(made)
     for one in asked:
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=50).tokens
@@ -286,13 +376,14 @@ def test_cancelled_requests_free_their_slot_and_tell_what_they_have(engine: Engi
         made.submit(request(engine, name, [2 + name], max_tokens=20))
     for _ in range(4):
         made.step()
+    # Its fourth token is chosen, but not looked at.
     assert made.cancel(1)
     assert made.cancel(5)
     assert not made.cancel(1)
     assert not made.cancel(77)
     ended = {u.request_id: u.output for u in made.step() if u.finished}
     assert {name: (o.finish_reason, len(o.token_ids)) for name, o in ended.items() if o is not None} == {
-        1: ("cancelled", 4),
+        1: ("cancelled", 3),
         5: ("cancelled", 0),
     }
     assert 4 in [job.request.request_id for job in made.running.values()]
@@ -399,7 +490,7 @@ def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch:
     asked = [request(engine, name, [2 + name] * 5, max_tokens=9) for name in range(3)]
     for one in asked:
         made.submit(one)
-    monkeypatch.setattr(asked[1], "take", lambda token, logits: 1 // 0)
+    monkeypatch.setattr(asked[1], "take", lambda token, *kept: 1 // 0)
     errors = {u.request_id: u.error for u in finish(made) if u.finished}
     assert {name for name, error in errors.items() if error is not None} == {1}
     for one in (asked[0], asked[2]):

@@ -138,7 +138,7 @@ def test_greedy_text_is_the_plain_text(name: str, kind: str) -> None:
         assert counts.draft_acceptance_rate == 1.0
         assert counts.acceptance_length > 3
     if kind == "oracle":
-        assert 0.2 < counts.draft_acceptance_rate < 0.8
+        assert 0.2 < counts.draft_acceptance_rate < 0.9
 
 
 # ---- drafters --------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_verified_texts_keep_their_distribution(params: dict[str, Any], chance: 
                     drafted.append(int(row.argmax()))
             draft = Draft(tuple(drafted), torch.stack(probabilities) if probabilities else None)
             logits = model[torch.tensor([text[-1], *drafted])]
-            own = choose_all(logits[None], {0: (sampling, len(text))})[0]
+            own = choose_all(logits[None], {0: (sampling, len(text))})[0].tolist()
             new = verify(logits, own, draft, sampling, len(text))
             accepted += len(new) - 1
             text += new

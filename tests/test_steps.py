@@ -17,7 +17,7 @@ from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import BuildOptions
 from trtllm_replayssm.runtime.graphs import StepShape, graphs_wanted
-from trtllm_replayssm.runtime.readback import Readback
+from trtllm_replayssm.runtime.readback import Arriving
 from trtllm_replayssm.runtime.rows import Rows
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.staging import Staging
@@ -70,15 +70,12 @@ def test_a_cpu_needs_no_staging() -> None:
     assert Staging(CPU).send(tensor)[0] is tensor
 
 
-def test_tokens_are_read_one_step_late() -> None:
-    readback, tokens = Readback(), torch.tensor([1, 2])
-    assert readback.exchange(tokens) is None
-    tokens += 10  # what was handed over stays as it was
-    first = readback.exchange(tokens)
-    assert first is not None and first.tolist() == [1, 2]
-    last = readback.finish()
-    assert last is not None and last.tolist() == [11, 12]
-    assert readback.finish() is None
+def test_a_tensor_on_its_way_stays_as_it_was() -> None:
+    tokens = torch.tensor([1, 2])
+    arriving = Arriving(tokens)
+    tokens += 10
+    assert arriving.get().tolist() == [1, 2]
+    assert arriving.get().tolist() == [1, 2]
 
 
 def test_pieces_of_any_slots_become_rows_without_gaps() -> None:

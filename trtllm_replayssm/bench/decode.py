@@ -20,7 +20,7 @@ from trtllm_replayssm.bench.measures import Percentiles, milliseconds
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import Engine
-from trtllm_replayssm.runtime.readback import Readback
+from trtllm_replayssm.runtime.readback import Arriving
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.slot_state import SlotCursors
 
@@ -147,16 +147,19 @@ def prepared_step(session: Session, mode: Mode, context_len: int, steps: int) ->
     for slot in range(rows):
         waiting = slot % window
         session.place(slot, SlotCursors(context_len + waiting, context_len, context_len + waiting))
-    vocab, accepted, readback, turn = session.engine.decoder.vocab_size, [mode.accepted] * rows, Readback(), count(1)
+    vocab, accepted, turn = session.engine.decoder.vocab_size, [mode.accepted] * rows, count(1)
     # A model with random weights soon says the same in every row, and rows that read the same choose the same experts: a
     # batch of a server reads many more of them.
     random = torch.Generator().manual_seed(0)
     noise = torch.randint(vocab, (NOISE, rows, mode.tokens), generator=random).to(session.engine.device)
     tokens = noise[0].int()
+    arriving = Arriving(tokens)
 
     def step() -> None:
+        nonlocal arriving
         chosen = session.step(tokens).argmax(-1)
-        readback.exchange(chosen)
+        before, arriving = arriving, Arriving(chosen)
+        before.get()
         tokens.copy_((chosen + noise[next(turn) % NOISE]) % vocab)
         session.commit(0, accepted)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.draft_length import DraftLength
 from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter
+from trtllm_replayssm.runtime.speculation.verification import verify
 
 
 class RepeatingDrafter(Drafter):
@@ -42,10 +44,14 @@ class ForcedScheduler(Scheduler):
                 f"use 1 to {self.max_draft_len + 1}",
             )
         self.acceptance_length = acceptance_length
+        self.launcher.judge = self.judged
 
-    def chosen(self, logits: Tensor, first: int, drafts: Mapping[int, Draft]) -> dict[int, list[int]]:
-        tokens = super().chosen(logits, first, drafts)
-        return {slot: [*draft.tokens[: self.acceptance_length - 1], tokens[slot][-1]] for slot, draft in drafts.items()}
+    def judged(
+        self, logits: Tensor, own: Sequence[int], draft: Draft, params: SamplingParams, position: int
+    ) -> list[int]:
+        """As many tokens as were set: drafts, and behind them what the model says at the end of those it would keep."""
+        last = verify(logits, own, draft, params, position)[-1]
+        return [*draft.tokens[: self.acceptance_length - 1], last]
 
     def submit(self, request: Request) -> None:
         super().submit(request)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trtllm_replayssm.runtime.engine import Engine
 
@@ -17,3 +18,10 @@ def agreed(rows: Sequence[Sequence[int]], longest: int, engine: Engine) -> list[
     table = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], device=engine.device)
     dist.broadcast(table, 0, group=engine.group)
     return [[token for token in row if token >= 0] for row in table.tolist()]
+
+
+def agree(tokens: Tensor, engine: Engine) -> Tensor:
+    """The tensor of token ids as rank 0 has it, in place and without waiting for a GPU."""
+    if engine.group is not None:
+        dist.broadcast(tokens, 0, group=engine.group)
+    return tokens

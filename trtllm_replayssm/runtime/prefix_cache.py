@@ -14,9 +14,11 @@ Under tensor parallelism every rank keeps its own share and comes to the same de
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from trtllm_replayssm.console import bytes_text
@@ -24,6 +26,11 @@ from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.devices import available_bytes
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.slot_state import SlotCursors
+
+log = logging.getLogger(__name__)
+
+#: How torch words it that a CPU has no memory; it is a RuntimeError like many others.
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 
 
 @dataclass
@@ -116,8 +123,18 @@ class PrefixCache:
     def keep(self, prompt: Sequence[int], length: int, slot: int, hidden: Tensor) -> None:
         """Remember the first ``length`` tokens of a prompt, all that the slot holds, unless that takes too much room.
 
-        length: a multiple of the chunk. hidden: ``[hidden_size]``, of the last of them.
+        length: a multiple of the chunk. hidden: ``[hidden_size]``, of the last of them. Where there is no memory for it, the
+        cache is emptied, so that others have it; ranks that work together would no longer agree, and the error is raised.
         """
+        try:
+            self.add(prompt, length, slot, hidden)
+        except (RuntimeError, MemoryError) as error:
+            if self.session.engine.group is not None or not lacks_memory(error):
+                raise
+            log.warning("the prefix cache is emptied, because there is no memory left: %s", error)
+            self.clear()
+
+    def add(self, prompt: Sequence[int], length: int, slot: int, hidden: Tensor) -> None:
         rows, state = self.pools_of("kv"), self.pools_of("state", "copy", "conv")
         snapshot_bytes = hidden.nbytes + sum(pool[slot].nbytes for pool in state.values())
         while True:
@@ -184,3 +201,8 @@ class PrefixCache:
 
     def pools_of(self, *kinds: str) -> dict[str, Tensor]:
         return {name: pool for name, pool in self.session.pools.items() if self.session.layout[name].kind in kinds}
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether it says that a GPU or a CPU has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_OUT_OF_MEMORY in str(error)

@@ -1,4 +1,4 @@
-"""Tokens on their way to the host, one step behind the device."""
+"""Tensors on their way to the host, while the device goes on."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ import torch
 from torch import Tensor
 
 
-class Readback:
-    """Copies small tensors to the host without stopping the device: what a call hands over, the next one gets.
+class Arriving:
+    """A copy of a tensor, made when the device comes to it: the host works on one step while the device computes the next."""
 
-    The host then works on the tokens of one step while the device computes the one behind it.
-    """
-
-    def __init__(self) -> None:
-        self.under_way: tuple[Tensor, torch.cuda.Event | None] | None = None
-
-    def exchange(self, tensor: Tensor) -> Tensor | None:
-        """Start to copy ``tensor``; returns that of the call before on the host, None at the first call."""
-        before = self.finish()
+    def __init__(self, tensor: Tensor) -> None:
+        """The tensor may be changed or dropped at once."""
+        self.event: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            self.under_way = tensor.clone(), None
-            return before
-        event = torch.cuda.Event()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        event.record(torch.cuda.current_stream(tensor.device))
-        self.under_way = host, event
-        return before
+            self.host = tensor.clone()
+            return
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(tensor.device))
 
-    def finish(self) -> Tensor | None:
-        """The last tensor handed over, once it has arrived; None where there is none."""
-        if self.under_way is None:
-            return None
-        (host, event), self.under_way = self.under_way, None
-        if event is not None:
-            event.synchronize()
-        return host
+    def get(self) -> Tensor:
+        """The copy on the host, once it is there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host

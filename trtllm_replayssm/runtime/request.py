@@ -27,7 +27,7 @@ class Request:
     limit: tokens to generate. stream: decodes them; None without a tokenizer. history: prompt and tokens. text: what is
     certain so far; its first ``sent`` characters were handed out, the rest may be the beginning of a stop string.
     drafts: what the caller thinks will be generated, cut off before the first token that turned out to be another one.
-    cached_tokens: prompt tokens that came from the prefix cache.
+    cached_tokens: prompt tokens that came from the prefix cache. name: what messages call the prompt.
     """
 
     def __init__(
@@ -38,8 +38,11 @@ class Request:
         end_ids: frozenset[int],
         stream: TextStream | None,
         drafts: Sequence[int] = (),
+        name: str | None = None,
     ) -> None:
+        """name: by default ``prompt`` and its id."""
         self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.name = name or f"prompt {request_id}"
         self.end_ids, self.stream = end_ids, stream
         self.limit = params.max_tokens
         self.history = list(prompt)
@@ -70,23 +73,23 @@ class Request:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether ``take`` needs the logits that a token was chosen from."""
+        """Whether ``take`` is given something of the logits of a token's place."""
         return self.params.return_generation_logits or self.params.logprobs is not None
 
-    def take(self, token: int, logits: Tensor | None) -> str:
+    def take(self, token: int, logits: Tensor | None = None, logprobs: dict[int, Logprob] | None = None) -> str:
         """Add a token; returns text that may be shown. Sets finish_reason.
 
-        logits: ``[vocab]`` that it was chosen from; None where ``keeps_logits`` does not ask for them.
+        logits: ``[vocab]`` on the host, logprobs: by token, both of its place, where the parameters ask for them.
         """
         place = len(self.tokens)
         if self.drafts[place : place + 1] != (token,):
             self.drafts = self.drafts[:place]
         self.tokens.append(token)
         self.history.append(token)
-        if logits is not None and self.params.return_generation_logits:
-            self.logits.append(logits.cpu().clone())
-        if logits is not None and self.params.logprobs is not None:
-            self.logprobs.append(logprobs(logits, token, self.params.logprobs))
+        if logits is not None:
+            self.logits.append(logits)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token in self.end_ids:
             self.finish_reason, self.stop_reason = "stop", token
         elif self.remaining == 0:
@@ -112,8 +115,10 @@ class Request:
         return piece
 
     def extend(self, piece: str) -> None:
-        """Add text, and cut it off before the first stop string."""
+        """Add text, and cut it off before the first stop string, unless it is too early to end."""
         before, self.text = len(self.text), self.text + piece
+        if len(self.tokens) < self.params.min_tokens:
+            return
         found = []
         for word in self.params.stop_words:
             at = self.text.find(word, max(0, before - len(word) + 1))
@@ -150,19 +155,9 @@ class Request:
         )
 
 
-def logprobs(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """The token's and the ``count`` likeliest tokens' log-probabilities, by token; logits ``[vocab]``."""
-    values = logits.double().log_softmax(-1)
-    found = {token: Logprob(float(values[token]), 1 + int((values > values[token]).sum()))}
-    likeliest = values.topk(min(count, len(values)))
-    for rank, (value, other) in enumerate(zip(likeliest.values.tolist(), likeliest.indices.tolist()), 1):
-        found.setdefault(other, Logprob(value, rank))
-    return found
-
-
 def check_request(engine: Engine, request: Request) -> None:
     """Raises UserError for a prompt that cannot be run; limits the output to what the slot has room for."""
-    config, which = engine.config, f"prompt {request.request_id}"
+    config, which = engine.config, request.name
     known = config.checkpoint.num_tokens or engine.decoder.vocab_size
     if not request.prompt:
         raise UserError(f"{which} is empty", "a prompt needs at least one token")
@@ -178,6 +173,8 @@ def check_request(engine: Engine, request: Request) -> None:
     for token in (request.params.end_id or 0, *request.params.stop_token_ids):
         if token >= known:
             raise UserError(f"end token {token} does not exist; the model has ids 0 to {known - 1}")
+    if request.params.min_tokens and len(request.end_ids) >= known:
+        raise UserError("every token ends the text, so that min_tokens cannot be reached")
     room = config.max_seq_len - len(request.prompt)
     if room < 1:
         raise UserError(

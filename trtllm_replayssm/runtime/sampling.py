@@ -18,6 +18,18 @@ MASK64 = (1 << 64) - 1
 ROWS_AT_ONCE = 64
 #: Candidates that are found by selection; more are sorted.
 MOST_TOP_K = 1024
+#: Least values of the parameters that are integers.
+LEAST_INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0, "end_id": -1, "logprobs": 0}
+#: A penalty beyond this would make logits that float32 does not hold.
+MOST_PENALTY = 1e6
+#: Least and greatest values of the parameters that are numbers, and the words for them.
+NUMBERS = {
+    "temperature": (0.0, sys.float_info.max, "0 or more"),
+    "top_p": (0.0, 1.0, "0 to 1"),
+    "repetition_penalty": (1 / MOST_PENALTY, MOST_PENALTY, f"above 0: {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}"),
+    "presence_penalty": (-MOST_PENALTY, MOST_PENALTY, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
+    "frequency_penalty": (-MOST_PENALTY, MOST_PENALTY, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,11 +40,15 @@ class SamplingParams:
     temperature: divides the logits; None for 1, 0 for greedy. top_k: only the k likeliest tokens; None or 0 for all.
     top_p: only the likeliest tokens that together reach this probability; None or 1 for all, 0 for greedy.
     seed: of the random numbers; the same seed, prompt and engine give the same text in any batch.
+    repetition_penalty: above 1 makes tokens of the prompt and the output so far less likely, None or 1 leaves them alone.
+        presence_penalty, frequency_penalty: above 0 make tokens of the output less likely, once or by their number, None or 0
+        leave them alone. See runtime.penalties for the formulas.
+    min_tokens: fewest tokens to generate: end tokens cannot be chosen before, and stop strings do not count.
     end_id: token that ends the text; None for those of the checkpoint, -1 for none.
     stop: strings that end the text, which is cut off before them. stop_token_ids: further tokens that end it.
-    ignore_eos: go on after the end token. return_generation_logits: keep the logits each token was chosen from.
-    logprobs: keep the log-probability of each token, and of so many of the likeliest in its place; None for none. They are
-        the model's own, before temperature, top_k and top_p.
+    ignore_eos: go on after the end token. return_generation_logits: keep the logits of each token's place.
+    logprobs: keep the log-probability of each token, and of so many of the likeliest in its place; None for none. Both are
+        the model's own, before penalties, temperature, top_k and top_p.
     add_special_tokens, skip_special_tokens: of the tokenizer, when it reads the prompt and writes the text.
 
     Raises UserError when a value makes no sense.
@@ -43,6 +59,10 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int = 0
     end_id: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
@@ -53,18 +73,19 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (("max_tokens", 1), ("top_k", 0), ("seed", 0), ("end_id", -1), ("logprobs", 0)):
+        for name, least in LEAST_INTEGERS.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise UserError(f"{name} is {value!r}; it must be an integer, {low} or more")
-        for name, high in (("temperature", sys.float_info.max), ("top_p", 1.0)):
+            if value is not None and (type(value) is not int or value < least):
+                raise UserError(f"{name} is {value!r}; it must be an integer, {least} or more")
+        for name, (low, high, words) in NUMBERS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= high:
-                limit = "0 to 1" if high == 1 else "0 or more"
-                raise UserError(f"{name} is {value!r}; it must be a number, {limit}")
+            if not number or not low <= value <= high:
+                raise UserError(f"{name} is {value!r}; it must be a number, {words}")
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.max_tokens}")
         if not all(isinstance(word, str) and word for word in self.stop_words):
             raise UserError(f"stop is {self.stop!r}; it must be strings that are not empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
@@ -75,8 +96,14 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on what was read and said."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty not in (None, 1) or any(value not in (None, 0) for value in penalties)
+
+    @property
     def greedy(self) -> bool:
-        """The likeliest token is always taken."""
+        """The likeliest token is always taken, penalties counted in."""
         given = (self.temperature, self.top_k, self.top_p)
         return all(value is None for value in given) or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
@@ -116,11 +143,11 @@ def choose(logits: Tensor, params: SamplingParams, position: int, purpose: Purpo
     return int(draw(logits[None], [params], [uniform(params.seed, position, purpose)])[0])
 
 
-def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -> list[list[int]]:
-    """What ``choose`` takes after each token of a step: logits ``[rows, T, vocab]``, padding ids at -inf.
+def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -> Tensor:
+    """What ``choose`` takes after each token of a step, int64 ``[rows, T]``: logits ``[rows, T, vocab]``, padding ids at -inf.
 
-    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. However many rows
-    are sampled, the host reads from the device once.
+    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. The host waits
+    for nothing.
     """
     tokens, length = logits.argmax(-1), logits.shape[1]
     sampled = {row: given for row, given in rows.items() if not given[0].greedy}
@@ -130,7 +157,7 @@ def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -
         shares = [uniform(p.seed, start + i) for p, start in sampled.values() for i in range(length)]
         drawn = draw(logits.index_select(0, places).flatten(0, 1), params, shares)
         tokens.index_copy_(0, places, drawn.view(-1, length))
-    return tokens.tolist()
+    return tokens
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], shares: Sequence[float]) -> Tensor:

@@ -4,9 +4,15 @@ A slot holds the whole state of one request: checkpoints, rings, convolution win
 tokens, ``EngineConfig.slot_bytes`` in all, allocated with the session. A free slot is therefore all that a request needs to
 be admitted, and one that runs cannot run out of memory. Requests that were preempted are held in the CPU's memory.
 
-One step is at most one prefill chunk of every request that is not through its prompt, and one token, or one verification of
-drafts, of every other. A slot takes part in one of the two with no more than ``max_num_tokens / max_batch_size`` tokens, so
-that a step never has more than ``max_num_tokens``, and a long prompt never holds up the others for longer than a chunk.
+One step is at most one token, or one verification of drafts, of every request that is through its prompt, and one prefill
+chunk of every other. Each of the two has at most ``max_num_tokens`` tokens, so that a long prompt never holds up the others
+for longer than a chunk.
+
+The device does not wait for the host: where no draft is made of tokens, the next decode step is launched before the tokens
+of the last one are looked at, from tokens that never left the device. What it cannot know is that a request has just ended:
+that request's row is computed for nothing, its token is dropped, and its slot is free all the same. Texts, stop strings and
+whoever waits for them are dealt with while the device computes. With a drafter, or drafts of the caller, the host has to
+know the last tokens first.
 
 Under tensor parallelism every rank makes the same calls; tokens and drafts are those of rank 0.
 """
@@ -15,25 +21,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
-import torch
-from torch import Tensor
-
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.plugins.cursors import RowMode
-from trtllm_replayssm.runtime.agreement import agreed
+from trtllm_replayssm.runtime.flight import Flight
 from trtllm_replayssm.runtime.job import Job, Saved
+from trtllm_replayssm.runtime.launching import Launcher
 from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
-from trtllm_replayssm.runtime.rows import Rows
-from trtllm_replayssm.runtime.sampling import choose_all, mask_padding
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter, Kept, draft_room
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
-from trtllm_replayssm.runtime.speculation.verification import verify
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,13 @@ class Scheduler:
             raise UserError(f"time_slice is {time_slice}", "use 1 token or more, or None")
         self.session, self.drafter, self.time_slice, self.prefix_cache = session, drafter, time_slice, prefix_cache
         self.max_draft_len = longest
+        self.launcher = Launcher(session)
+        #: All requests by their id; those among them that wait, and those that have a slot.
+        self.jobs: dict[RequestId, Job] = {}
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
+        #: Steps that were launched and not dealt with.
+        self.flights: list[Flight] = []
         self.updates: list[Update] = []
         self.admissions = count()
         self.statistics = SpeculationStatistics()
@@ -79,116 +84,133 @@ class Scheduler:
         """Whether another step has anything to do or to tell."""
         return bool(self.waiting or self.running or self.updates)
 
-    @property
-    def saved_bytes(self) -> int:
-        """CPU memory that preempted requests take, drafters apart."""
-        return sum(job.saved.slot.nbytes for job in self.waiting if job.saved is not None)
-
-    def jobs(self) -> Iterable[Job]:
-        return (*self.running.values(), *self.waiting)
-
     def submit(self, request: Request) -> None:
         """Queue a request. Raises UserError when it cannot be run, or when its id is in use."""
-        if any(job.request.request_id == request.request_id for job in self.jobs()):
+        if request.request_id in self.jobs:
             raise UserError(f"request {request.request_id} is running already", "give every request an id of its own")
         check_request(self.session.engine, request)
-        self.waiting.append(Job(request, self.max_draft_len))
+        job = self.jobs[request.request_id] = Job(request, self.max_draft_len)
+        self.waiting.append(job)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request now; the next step reports it. False when there is none of that id."""
-        for slot, job in list(self.running.items()):
-            if job.request.request_id == request_id:
-                del self.running[slot]
-                return self.cancelled(job)
-        for job in list(self.waiting):
-            if job.request.request_id == request_id:
-                self.waiting.remove(job)
-                return self.cancelled(job)
-        return False
+        """End a request now; the next step reports it. False when there is none of that id.
 
-    def cancelled(self, job: Job) -> bool:
-        request = job.request
-        text = request.cancel()
-        self.updates.append(Update(request.request_id, [], text, request.output()))
+        Tokens that were chosen and did not reach the host yet are dropped.
+        """
+        job = self.jobs.get(request_id)
+        if job is None:
+            return False
+        self.forget(job)
+        text = job.request.cancel()
+        self.updates.append(Update(request_id, [], text, job.request.output()))
         return True
+
+    def forget(self, job: Job) -> None:
+        """The request has ended; its slot is free."""
+        del self.jobs[job.request.request_id]
+        if job.slot is None:
+            self.waiting.remove(job)
+        else:
+            del self.running[job.slot]
 
     def abandon(self) -> None:
         """Drop all requests without a word."""
-        self.waiting.clear()
-        self.running.clear()
-        self.updates.clear()
+        for held in (self.jobs, self.waiting, self.running, self.flights, self.updates):
+            held.clear()
 
     def preempt(self, request_id: RequestId) -> bool:
         """Take a running request out of its slot; it goes on where it stood, after all that wait now. False if not running.
 
         Where there is no memory for its state, it ends with that error.
         """
-        for slot, job in self.running.items():
-            if job.request.request_id == request_id:
-                self.take_out(slot)
-                return True
-        return False
+        self.settle_all()
+        job = self.jobs.get(request_id)
+        if job is None or job.slot is None:
+            return False
+        self.take_out(job.slot)
+        return True
 
     def take_out(self, slot: int) -> None:
+        """Empty a slot; whatever its request has said is on the host."""
+        job = self.running[slot]
         try:
             drafted = None if self.drafter is None else self.drafter.save(slot)
-            saved = Saved(self.session.save(slot, "cpu"), drafted)
+            job.saved = Saved(self.session.save(slot, "cpu"), drafted)
         except Exception as error:
-            self.end_all([slot], error)
+            self.end_all([job], error)
             return
-        job = self.running.pop(slot)
-        job.saved = saved
+        del self.running[slot]
+        job.slot = None
         self.waiting.append(job)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
-        """Admit what fits, run one step, and tell what it brought.
+        """Launch the next decode step, deal with what was launched before, admit what fits, and launch the next prefill.
 
-        An exception ends the requests that took part in what failed, with ``Update.error``; their slots are free again and
-        the others go on. Where several ranks work together it is raised, because the ranks would no longer agree.
+        Returns what became of the requests since. An exception ends the requests that took part in what failed, with
+        ``Update.error``; their slots are free again and the others go on. Where several ranks work together it is raised,
+        because the ranks would no longer agree.
         """
+        if any(job.decoding and job.request.next_drafts(1) for job in self.running.values()):
+            self.settle_all()
+        before, self.flights = self.flights, []
+        self.launch({slot: job for slot, job in self.running.items() if job.decoding}, self.decode)
+        for flight in before:
+            self.settle(flight)
         self.admit()
-        prefilling = [slot for slot, job in self.running.items() if job.prefilling]
-        decoding = [slot for slot, job in self.running.items() if not job.prefilling]
-        for slots, action in ((prefilling, self.prefill), (decoding, self.decode)):
-            if slots:
-                try:
-                    action(slots)
-                except Exception as error:
-                    self.end_all(slots, error)
+        self.launch({slot: job for slot, job in self.running.items() if job.prefilling}, self.launcher.prefill)
         updates, self.updates = self.updates, []
         return updates
 
-    def end_all(self, slots: Iterable[int], error: Exception) -> None:
-        """End the requests that are still in these slots."""
+    def launch(self, jobs: Mapping[int, Job], action: Callable[[Mapping[int, Job]], Flight]) -> None:
+        """Hand a step of these jobs to the device, and deal with it at once where the step behind it depends on it."""
+        if not jobs:
+            return
+        try:
+            flight = action(jobs)
+            self.flights.append(flight)
+            if self.drafter is not None or flight.verification is not None:
+                self.settle_all()
+            if self.prefix_cache is not None and not flight.decodes:
+                self.keep_prefixes(self.prefix_cache, flight)
+        except Exception as error:
+            self.end_all(jobs.values(), error)
+
+    def end_all(self, jobs: Iterable[Job], error: Exception) -> None:
+        """End those of these requests that have not ended."""
         if self.session.engine.group is not None:
             raise error
         log.debug("a step failed", exc_info=error)
-        for slot in slots:
-            if (job := self.running.pop(slot, None)) is not None:
+        for job in jobs:
+            if self.jobs.get(job.request.request_id) is job:
+                self.forget(job)
                 self.updates.append(Update(job.request.request_id, [], "", error=error))
 
     def admit(self) -> None:
         """Fill free slots in the order of arrival; those whose time is up make room first."""
-        free = [slot for slot in range(self.session.max_batch_size) if slot not in self.running]
-        if self.time_slice is not None and len(self.waiting) > len(free):
+        free = self.session.max_batch_size - len(self.running)
+        if self.time_slice is not None and len(self.waiting) > free:
             expired = [
-                slot
-                for slot, job in sorted(self.running.items(), key=lambda item: item[1].admitted)
-                if len(job.request.tokens) - job.since >= self.time_slice
-            ]
-            for slot in expired[: len(self.waiting) - len(free)]:
-                self.take_out(slot)
-                free.append(slot)
-        for slot in sorted(free)[: len(self.waiting)]:
-            self.place(slot, self.waiting.popleft())
+                job
+                for job in sorted(self.running.values(), key=lambda job: job.admitted)
+                if job.said - job.since >= self.time_slice
+            ][: len(self.waiting) - free]
+            if expired:
+                self.settle_all()
+            for job in expired:
+                if job.slot is not None and self.running.get(job.slot) is job:
+                    self.take_out(job.slot)
+        for slot in range(self.session.max_batch_size):
+            if slot not in self.running and self.waiting:
+                self.place(slot, self.waiting.popleft())
 
     def place(self, slot: int, job: Job) -> None:
         job.admitted, job.since = next(self.admissions), len(job.request.tokens)
         saved, job.saved = job.saved, None
-        self.running[slot] = job
+        self.running[slot], job.slot = job, slot
         try:
+            self.launcher.sampler.place(slot, job.request)
             if saved is None:
                 self.session.admit(slot)
                 if self.drafter is not None:
@@ -199,7 +221,7 @@ class Scheduler:
                 if self.drafter is not None:
                     self.drafter.restore(slot, saved.drafter)
         except Exception as error:
-            self.end_all([slot], error)
+            self.end_all([job], error)
 
     def resume_prefix(self, slot: int, job: Job) -> None:
         """Begin the prompt behind what the prefix cache knows of it."""
@@ -214,134 +236,83 @@ class Scheduler:
             last = match.resumed - 1
             self.drafter.observe({slot: Kept(last, match.hidden[None], [prompt[match.resumed]])})
 
-    def keep_prefixes(self, slots: Iterable[int], first: int, pieces: Mapping[int, list[int]]) -> None:
-        """Give the prefix cache what it wants of the prompts that still run."""
-        if self.prefix_cache is None:
-            return
-        for slot in slots:
-            job = self.running.get(slot)
-            if job is None or job.prefilled not in job.wanted:
-                continue
-            hidden = self.session.hidden[slot - first, len(pieces[slot]) - 1]
-            try:
-                self.prefix_cache.keep(job.request.prompt, job.prefilled, slot, hidden)
-            except torch.OutOfMemoryError as error:
-                if self.session.engine.group is not None:
-                    raise
-                log.warning("the prefix cache is emptied, because the device has no memory left: %s", error)
-                self.prefix_cache.clear()
+    def keep_prefixes(self, cache: PrefixCache, flight: Flight) -> None:
+        """Give the prefix cache what it wants of the prompts, once the drafter has read them, too."""
+        for slot, job in flight.jobs.items():
+            if self.lives(job) and job.prefilled in job.wanted:
+                last = job.prefilled - flight.starts[slot] - 1
+                cache.keep(job.request.prompt, job.prefilled, slot, self.session.hidden[slot - flight.first, last])
 
-    def prefill(self, slots: list[int]) -> None:
-        """The next chunk of these prompts; a prompt's last chunk gives its first token."""
-        chunk = self.session.engine.config.prefill_chunk
-        starts = {slot: self.running[slot].prefilled for slot in slots}
-        pieces = {slot: self.running[slot].request.prompt[start : start + chunk] for slot, start in starts.items()}
-        logits, first = self.run(pieces, RowMode.ABSORB)
-        for slot, piece in pieces.items():
-            self.running[slot].prefilled += len(piece)
-        complete = [slot for slot in slots if not self.running[slot].prefilling]
-        tokens = self.chosen(logits, first, {slot: Draft() for slot in complete})
-        self.commit(pieces, first)
-        following = {}
-        for slot in slots:
-            prompt, end = self.running[slot].request.prompt, self.running[slot].prefilled
-            following[slot] = prompt[starts[slot] + 1 : end + 1] + tokens.get(slot, [])
-        self.finish_step(tokens, logits, first, following, starts)
-        self.keep_prefixes(slots, first, pieces)
-
-    def decode(self, slots: list[int]) -> None:
+    def decode(self, jobs: Mapping[int, Job]) -> Flight:
         """One token, or one verification of drafts, for requests that are through their prompt."""
-        drafts = self.drafts(slots)
-        pieces = {slot: [self.running[slot].request.history[-1], *drafts[slot].tokens] for slot in slots}
-        starts = {slot: self.running[slot].request.position - 1 for slot in slots}
-        logits, first = self.run(pieces, RowMode.DECODE)
-        tokens = self.chosen(logits, first, drafts)
-        # What stays is the token that was known and the drafts that were right: as many as there are new tokens.
-        self.commit(tokens, first)
-        for slot, new in tokens.items():
-            job, drafted = self.running[slot], len(drafts[slot].tokens)
-            job.request.statistics.count(drafted, len(new))
-            self.statistics.count(drafted, len(new))
-            if job.draft_length is not None:
-                job.draft_length.update(drafted, len(new) - 1)
-        self.finish_step(tokens, logits, first, tokens, starts)
+        return self.launcher.decode(jobs, self.drafts(jobs))
 
-    def drafts(self, slots: list[int]) -> dict[int, Draft]:
+    def drafts(self, jobs: Mapping[int, Job]) -> dict[int, Draft]:
         """A draft for each slot, empty where there is none: the caller's while it is right, the drafter's otherwise.
 
         The last token of a request needs no draft.
         """
         given, contexts, longest = {}, {}, self.session.replay.max_draft_len
-        for slot in slots:
-            job = self.running[slot]
-            request, room = job.request, job.request.remaining - 1
+        for slot, job in jobs.items():
+            request, room = job.request, job.remaining - 1
             limit = 0 if job.draft_length is None else min(job.draft_length.value, room)
             if own := request.next_drafts(min(longest, room)):
                 given[slot] = Draft(own)
             elif limit > 0:
                 contexts[slot] = Context(request.history, request.params, limit)
         found = self.drafter.propose(contexts) if self.drafter is not None and contexts else {}
-        return {slot: given.get(slot) or found.get(slot, Draft()) for slot in slots}
+        return {slot: given.get(slot) or found.get(slot, Draft()) for slot in jobs}
 
-    # ---- parts of a step ---------------------------------------------------------------------------------------------
+    # ---- what steps brought ------------------------------------------------------------------------------------------
 
-    def run(self, pieces: Mapping[int, list[int]], mode: RowMode) -> tuple[Tensor, int]:
-        """Logits ``[rows, T, vocab]``, of the last token only after a prefill chunk, and the slot of row 0."""
-        rows = Rows.of(pieces)
-        logits = rows.step(self.session, mode, last_only=mode == RowMode.ABSORB)
-        return mask_padding(logits, self.session.engine.config.checkpoint.num_tokens, in_place=True), rows.first
+    def settle_all(self) -> None:
+        """Deal with every step that was launched."""
+        flights, self.flights = self.flights, []
+        for flight in flights:
+            self.settle(flight)
 
-    def chosen(self, logits: Tensor, first: int, drafts: Mapping[int, Draft]) -> dict[int, list[int]]:
-        """New tokens of each slot; those of rank 0 on every rank."""
-        if not drafts:
-            return {}
-        requests = {slot: self.running[slot].request for slot in drafts}
-        own = choose_all(logits, {slot - first: (r.params, r.position) for slot, r in requests.items()})
-        tokens = []
-        for slot, draft in drafts.items():
-            request, row = requests[slot], slot - first
-            one = not draft.tokens
-            new = own[row][:1] if one else verify(logits[row], own[row], draft, request.params, request.position)
-            tokens.append(new)
-        return dict(zip(drafts, agreed(tokens, self.session.replay.verify_tokens, self.session.engine)))
+    def settle(self, flight: Flight) -> None:
+        """Hand out the tokens of a step, and tell the drafter what the requests that go on have read."""
+        try:
+            tokens = self.launcher.tokens(flight)
+            for slot, new in tokens.items():
+                if self.lives(flight.jobs[slot]):
+                    self.hand_out(flight, slot, new)
+            if self.drafter is not None:
+                self.observe(self.drafter, flight, tokens)
+        except Exception as error:
+            self.end_all(flight.jobs.values(), error)
 
-    def commit(self, kept: Mapping[int, list[int]], first: int) -> None:
-        self.session.commit(first, [len(kept.get(slot, ())) for slot in range(first, max(kept) + 1)])
+    def lives(self, job: Job) -> bool:
+        return self.jobs.get(job.request.request_id) is job
 
-    def finish_step(
-        self,
-        tokens: Mapping[int, list[int]],
-        logits: Tensor,
-        first: int,
-        following: Mapping[int, list[int]],
-        starts: Mapping[int, int],
-    ) -> None:
-        """Hand out the new tokens, and tell the drafter what the requests that go on have read.
-
-        following: per slot, the tokens behind those that were committed; starts: position of the first of them.
-        """
-        for slot, new in tokens.items():
-            try:
-                self.hand_out(slot, new, logits[slot - first] if self.running[slot].request.keeps_logits else None)
-            except Exception as error:
-                self.end_all([slot], error)
-        if self.drafter is None:
+    def hand_out(self, flight: Flight, slot: int, tokens: Sequence[int]) -> None:
+        """Give a request its tokens, up to the one that ends it. What fails here is its own."""
+        job, drafted, text = flight.jobs[slot], flight.drafted(slot), ""
+        request, before = job.request, len(job.request.tokens)
+        if flight.decodes:
+            request.statistics.count(drafted, len(tokens))
+            self.statistics.count(drafted, len(tokens))
+        if job.draft_length is not None:
+            job.draft_length.update(drafted, len(tokens) - 1)
+        try:
+            for place, token in enumerate(tokens):
+                text += request.take(token, *flight.kept_of(slot, place, token))
+                if request.finish_reason is not None:
+                    self.forget(job)
+                    break
+        except Exception as error:
+            self.end_all([job], error)
             return
-        kept = {}
-        for slot, behind in following.items():
-            if slot in self.running:
-                hidden = self.session.hidden[slot - first, : len(behind)]
-                kept[slot] = Kept(starts[slot], hidden, behind)
-        if kept:
-            self.drafter.observe(kept)
-
-    def hand_out(self, slot: int, tokens: list[int], logits: Tensor | None) -> None:
-        """Give a request its tokens, up to the one that ends it; logits: ``[T, vocab]``, of each, if it keeps them."""
-        request, text, before = self.running[slot].request, "", len(self.running[slot].request.tokens)
-        for i, token in enumerate(tokens):
-            text += request.take(token, None if logits is None else logits[i])
-            if request.finish_reason is not None:
-                del self.running[slot]
-                break
         output = None if request.finish_reason is None else request.output()
         self.updates.append(Update(request.request_id, request.tokens[before:], text, output))
+
+    def observe(self, drafter: Drafter, flight: Flight, tokens: Mapping[int, Sequence[int]]) -> None:
+        kept = {}
+        for slot, job in flight.jobs.items():
+            if self.lives(job):
+                behind = [*flight.behind[slot], *tokens.get(slot, ())]
+                hidden = self.session.hidden[slot - flight.first, : len(behind)]
+                kept[slot] = Kept(flight.starts[slot], hidden, behind)
+        if kept:
+            drafter.observe(kept)
