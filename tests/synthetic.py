@@ -149,3 +149,10 @@ def with_replay(engine: Engine, **changes: int | str) -> Engine:
     checkpoint = engine.config.checkpoint
     replay = replace(checkpoint.replay, **changes)  # type: ignore[arg-type]
     return replace(engine, config=replace(engine.config, checkpoint=replace(checkpoint, replay=replay)))
+
+
+def in_float32(engine: Engine) -> Engine:
+    """The same weights, computed in float32."""
+    checkpoint = replace(engine.config.checkpoint, dtype="float32")
+    weights = {name: weight.float() for name, weight in engine.weights.items()}
+    return replace(engine, config=replace(engine.config, checkpoint=checkpoint), weights=weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -231,6 +232,34 @@ def test_ending_a_rank_or_the_command_in_the_middle_of_the_work(
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+def test_a_rank_of_torchrun_can_be_ended_while_it_waits_for_another(engines: tuple[Path, Path]) -> None:
+    """Inside a library, where no handler of Python's runs: its peer never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["generate", "--engine_dir", str(engines[1]), "--input_text", "Hello", "--device", "cpu"]
+    line = [sys.executable, "-m", "trtllm_replayssm", *words]
+    with subprocess.Popen(line, env=os.environ | meeting, stderr=subprocess.PIPE, text=True) as rank:
+        try:
+            wait_for_listener(rank, port)
+            rank.terminate()
+            said = rank.communicate(timeout=60)[1]
+        finally:
+            rank.kill()
+    assert said.splitlines() == ["error: rank 0 was ended by SIGTERM while it waited for another rank"]
+    assert rank.returncode == 128 + signal.SIGTERM
+
+
+def wait_for_listener(process: subprocess.Popen[str], port: int) -> None:
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert process.poll() is None
+        time.sleep(0.1)
+    raise AssertionError("the rank did not start")
 
 
 def wait_for_ranks(parent: int) -> list[int]:

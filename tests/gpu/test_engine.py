@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,6 @@ def run(engine: Engine, ids: torch.Tensor, draft: int) -> torch.Tensor:
     return torch.cat(out, 1)
 
 
-def exact(engine: Engine) -> Engine:
-    """The same weights computed in float32."""
-    checkpoint = replace(engine.config.checkpoint, dtype="float32")
-    weights = {name: weight.float() for name, weight in engine.weights.items()}
-    return replace(engine, config=replace(engine.config, checkpoint=checkpoint), weights=weights)
-
-
 def check(folder: Path, dtype: str, decoder: HybridDecoder, allowance: float, floor: float = 0.0) -> None:
     """An engine on the GPU errs by no more than ``floor``, or than ``allowance`` times what it errs on the CPU.
 
@@ -61,7 +53,7 @@ def check(folder: Path, dtype: str, decoder: HybridDecoder, allowance: float, fl
     synthetic.write_engine(folder, decoder, options, dtype=dtype, replay=ReplayConfig(window=8, max_draft_len=3))
     ids = torch.randint(0, decoder.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
     cpu = Engine.load(folder, device="cpu")
-    want = run(exact(cpu), ids, 3)
+    want = run(synthetic.in_float32(cpu), ids, 3)
 
     def error(engine: Engine) -> float:
         return float((run(engine, ids, 3) - want).norm() / want.norm())

@@ -28,6 +28,8 @@ from trtllm_replayssm.runtime.speculation.ngram import NgramDrafter
 from trtllm_replayssm.runtime.steps import PackedSteps, kv_bucket, row_bucket
 
 SLOTS = 6
+#: Errors of the kernels in 16 bits, over those of torch's recurrences.
+ROUNDING = 1.5
 #: Sizes that every kernel of the embedded engine takes.
 LAYERS = (
     Mamba2(num_heads=8, head_dim=64, state_size=128, n_groups=2, conv_kernel=4, norm_epsilon=1e-5),
@@ -91,9 +93,7 @@ def history(session: Session) -> list[torch.Tensor]:
 
 def test_graphs_change_no_bit(engine):
     plain, captured = Session(engine, cuda_graphs=False), Session(engine, cuda_graphs=True)
-    want, got = history(plain), history(captured)
-    assert len(want) == len(got)
-    for a, b in zip(want, got):
+    for a, b in zip(history(plain), history(captured), strict=True):
         assert torch.equal(a, b)
         assert a.isfinite().all()
     assert captured.steps.graphs is not None
@@ -107,14 +107,20 @@ def test_graphs_change_no_bit(engine):
 
 
 def test_packed_rows_agree_with_the_reference(folder, engine):
-    """Buckets, gaps and slots in any order, against torch's own recurrences row by row."""
-    got = history(Session(engine))
-    reference = Engine.load(folder, device="cuda", plugin_impl="reference")
-    want = history(Session(reference))
-    bound = 1e-4 if engine.config.checkpoint.dtype == "float32" else 6e-2
-    for a, b in zip(want, got):
-        if a.shape == b.shape and a.shape[-1] == synthetic.VOCAB_SIZE:
-            assert float((a - b).norm()) <= bound * float(a.norm())
+    """Buckets, gaps and slots in any order, against torch's own recurrences row by row on the CPU.
+
+    In 16 bits both err, by roundings that fall elsewhere; the bound is what the reference errs.
+    """
+    reference = Engine.load(folder, device="cpu")
+    want, theirs, got = (logits(history(Session(one))) for one in (synthetic.in_float32(reference), reference, engine))
+    size, rounding = float(want.norm()), float((theirs - want).norm())
+    bound = 1e-4 * size if engine.config.checkpoint.dtype == "float32" else ROUNDING * rounding
+    assert float((got - want).norm()) < bound < 0.05 * size
+
+
+def logits(steps: list[torch.Tensor]) -> torch.Tensor:
+    """Those of all steps together, in float32."""
+    return torch.cat([step.float().flatten() for step in steps if step.shape[-1] == synthetic.VOCAB_SIZE])
 
 
 def test_tokens_on_the_device_make_the_same_steps(engine):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,28 +91,47 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return built[0], built[1]
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-P", "-m", "trtllm_replayssm", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
+#: Words before ``-m trtllm_replayssm``: the command starts its ranks by itself, or torchrun does.
+LAUNCHERS = {"command": (), "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")}
+#: A checkout in the working folder must not hide the package, in no process of several.
+ENVIRONMENT = os.environ | {"PYTHONSAFEPATH": "1"}
 
 
-@pytest.mark.parametrize("speculation", [(), ("--speculative_decoding_mode", "ngram")], ids=["plain", "ngram"])
-def test_generate_on_two_gpus(engines: tuple[Path, Path], tmp_path: Path, speculation: tuple[str, ...]) -> None:
+def line(*words: object, launcher: str = "command") -> list[str]:
+    return [sys.executable, *LAUNCHERS[launcher], "-m", "trtllm_replayssm", *map(str, words)]
+
+
+def command(*words: object, launcher: str = "command") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line(*words, launcher=launcher), capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+
+
+NGRAM = ("--speculative_decoding_mode", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "speculation"), [("command", ()), ("command", NGRAM), ("torchrun", ()), ("torchrun", NGRAM)]
+)
+def test_generate_on_two_gpus(
+    engines: tuple[Path, Path], tmp_path: Path, launcher: str, speculation: tuple[str, ...]
+) -> None:
     rows = tmp_path / "in.jsonl"
     prompt = list(range(2, 50)) * 2
     rows.write_text("".join(json.dumps({"input_ids": [*prompt[:length], 9]}) + "\n" for length in (90, 3, 90, 81, 90)))
     words = ("--input_file", rows, "--max_output_len", 20, "--end_id", -1, "--prefix_cache_gib", 0.5, *speculation)
-    one, two = (command("generate", "--engine_dir", engine, *words) for engine in engines)
+    one = command("generate", "--engine_dir", engines[0], *words)
+    two = command("generate", "--engine_dir", engines[1], *words, launcher=launcher)
     assert two.returncode == 0, two.stderr
     assert two.stdout == one.stdout
     assert len(two.stdout.splitlines()) == 5
     assert " 0 of " not in two.stderr
+    assert two.stderr.count("tokens/s") == 1
 
 
-def test_bench_on_two_gpus(engines: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_bench_on_two_gpus(engines: tuple[Path, Path], tmp_path: Path, launcher: str) -> None:
     report = tmp_path / "report.json"
     words = ("--num_requests", 8, "--input_len", 20, "--output_len", 20, "--request_rate", 200, "--report_json", report)
-    done = command("bench", "--engine_dir", engines[1], *words)
+    done = command("bench", "--engine_dir", engines[1], *words, launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert json.loads(report.read_text())["world_info"]["tp_size"] == 2
     assert json.loads(report.read_text())["request_info"]["num_requests"] == 8
@@ -129,3 +150,42 @@ def test_a_lost_rank_ends_all_with_one_sentence(tmp_path: Path) -> None:
     for file in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
+
+
+#: What the rank that is left may say: of a signal of torchrun's, or of what NCCL told it.
+LAST_WORDS = {
+    "command": r"rank 1 was ended by SIGKILL; all ranks were stopped",
+    "torchrun": r"rank 0 was ended by SIGTERM while it waited for another rank"
+    r"|another rank of the engine has ended, so this one cannot go on",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_lost_between_two_tokens(tmp_path: Path, launcher: str) -> None:
+    """In the middle of a text, as a person sees it: one sentence, at once, and nobody left."""
+    options = BuildOptions(max_batch_size=1, max_seq_len=32768, max_num_tokens=256)
+    engine = synthetic.write_engine(tmp_path / "two", options=options, text=True, tp_size=2, replay=REPLAY)
+    words = ("generate", "--engine_dir", engine, "--input_text", "Hello", "--end_id", -1, "--max_output_len", 32000)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line(*words, launcher=launcher), text=True, env=ENVIRONMENT, **pipes) as process:
+        try:
+            assert process.stdout.read(1)
+            ranks = ranks_of(psutil.Process(process.pid), launcher)
+            ranks[1].kill()
+            begun = time.monotonic()
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert time.monotonic() - begun < 25
+    (sentence,) = re.findall(r"^error: (.*)$", said, re.MULTILINE)
+    assert re.fullmatch(LAST_WORDS[launcher], sentence)
+    assert not psutil.wait_procs(ranks, 5)[1]
+
+
+def ranks_of(launcher: psutil.Process, name: str) -> list[psutil.Process]:
+    """By their rank."""
+    sign = "spawn_main" if name == "command" else " -m trtllm_replayssm"
+    found = [process for process in launcher.children() if sign in " ".join(process.cmdline())]
+    assert len(found) == 2
+    return sorted(found, key=lambda process: process.create_time())

@@ -6,13 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from served_engine import write_engine
-from serving import PATIENCE, Served, Stream, ask, post, serving
+from served_ranks import OUTPUT_TOKENS, PROMPTS, Text, check_end, check_interfaces, check_lost_rank, gone
+from serving import PATIENCE, Stream, ask, serving
 
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.runtime.llm import LLM
@@ -22,12 +21,6 @@ pytestmark = pytest.mark.usefixtures("server_package")
 #: A prompt that repeats itself, so that its n-grams are worth something.
 PROMPT = [65, 66, 67, 68] * 6
 ASKED = {"input_ids": PROMPT, "request_output_len": 60}
-
-
-def gone(family: list[psutil.Process], prefix: str) -> bool:
-    """Whether the processes end, and nothing of them is left in shared memory."""
-    _, alive = psutil.wait_procs(family, PATIENCE)
-    return not alive and not list(Path("/dev/shm").glob(f"*{prefix}*"))
 
 
 def test_speculation_stopping_and_restarting(engine: Path, llm: LLM) -> None:
@@ -64,58 +57,18 @@ def test_two_ranks(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     """Both ranks follow the same requests; when one is lost, clients are told, and the server starts again."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     engine = write_engine(tmp_path / "two", tp_size=2)
-    work = [([70 + i] * (1 + 5 * i), 20 + i) for i in range(10)]
-    expected = llm.generate([prompt for prompt, _ in work], [SamplingParams(max_tokens=count) for _, count in work])
+    outputs = [output.outputs[0] for output in llm.generate(PROMPTS, SamplingParams(max_tokens=OUTPUT_TOKENS))]
+    expected = [Text(prompt, output.token_ids, output.text) for prompt, output in zip(PROMPTS, outputs)]
     with serving(engine) as served:
-        streams = [
-            # Every third says what it expects.
-            Stream(
-                served,
-                {"input_ids": prompt, "request_output_len": count}
-                | ({"draft_input_ids": wanted.outputs[0].token_ids} if count % 3 == 0 else {}),
-            )
-            for (prompt, count), wanted in zip(work, expected)
-        ]
         left = Stream(served, ASKED | {"request_output_len": 250, "streaming": True})
         left.leave()
-        for stream, wanted in zip(streams, expected):
-            assert stream.finish().tokens == wanted.outputs[0].token_ids
-        ranks = [process for process in served.family() if "spawn_main" in " ".join(process.cmdline())]
-        assert len(ranks) == 1
-        # The front holds a connection when the server is started again.
-        said = {"model": "two", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
-        assert post(f"http://{served.openai}/v1/completions", said)[0] == 200
-        running = Stream(served, ASKED | {"request_output_len": 280, "streaming": True})
-        assert running.take()
-        ranks[0].kill()
-        while running.take():
-            pass
-        assert "rank" in running.answer.error
-        wanted = llm.generate(PROMPT, SamplingParams(max_tokens=60)).outputs[0]  # type: ignore[union-attr]
-        assert served_again(served) == wanted.token_ids
-        assert post(f"http://{served.openai}/v1/completions", said)[0] == 200
-        assert "rank" in served.said and "ready again" in served.said
-        family = served.family()
-        assert served.stop() == 0
-        assert gone(family, f"trtllm_replayssm_{served.process.pid}_")
+        check_interfaces(served, "two", expected)
+        check_lost_rank(served, "two", expected[0])
+        check_end(served)
     assert not list(tmp_path.glob("trtllm-replayssm-*"))
 
 
 PORTS = [item for name in ("http", "grpc", "metrics", "openai") for item in (f"--{name}_port", "0")]
-
-
-def served_again(served: Served) -> list[int]:
-    """The answer of the server when it has come back."""
-    deadline = time.monotonic() + 2 * PATIENCE
-    while True:
-        try:
-            status, data = served.generate("tensorrt_llm", ASKED)
-        except OSError as error:
-            status, data = 0, {"error": str(error)}
-        if status == 200:
-            return list(data["output_ids"])
-        assert served.process.poll() is None and time.monotonic() < deadline, (data, served.said)
-        time.sleep(0.2)
 
 
 def refused(capsys: pytest.CaptureFixture[str], engine: Path, *options: str) -> list[str]:

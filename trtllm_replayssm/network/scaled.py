@@ -40,5 +40,9 @@ def scaled_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     tokens = x.flatten(0, -2).float()
     by_token = tokens.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / E4M3_MAX
     rounded = (tokens / by_token).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    out = torch._scaled_mm(rounded, values.t(), by_token, scales.view(1, -1), out_dtype=torch.bfloat16)
+    if x.device.type == "cuda":
+        out = torch._scaled_mm(rounded, values.t(), by_token, scales.view(1, -1), out_dtype=torch.bfloat16)
+    else:
+        # On CPUs, torch's own takes scales of tokens and rows from some version on only.
+        out = ((rounded.float() @ values.float().t()) * by_token * scales.view(1, -1)).to(torch.bfloat16)
     return out.view(*x.shape[:-1], -1)
