@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import trtllm_replayssm
 from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
@@ -66,6 +67,11 @@ class CheckpointConfig:
     def rank_decoder(self) -> HybridDecoder:
         """The decoder as one rank sees it."""
         return self.decoder.divided(self.tp_size)
+
+    def check_replay(self) -> None:
+        """Raises UserError for options of ReplaySSM that a layer's sizes do not allow."""
+        for _, layer in self.decoder.named_parts():
+            layer.pools(StateOptions(self.replay, self.torch_dtype, max_seq_len=1))
 
     def rank_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of every tensor in one rank's file, by name."""

@@ -93,6 +93,7 @@ def convert_family(
     )
     # Refuses a tp_size that would tear heads or groups apart.
     config.rank_decoder()
+    config.check_replay()
     sources = account(folder, family, decoder, warn)
     if quantization == "keep":
         packings = kept_packings(folder, sources, decoder.parameters(tp_size), tp_size, warn)

@@ -88,14 +88,18 @@ def read_checkpoint(folder: Path, options: BuildOptions) -> tuple[EngineConfig, 
 
 
 def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> EngineConfig:
-    """What the options mean for this checkpoint; fingerprint and sizes are still open."""
+    """What the options mean for this checkpoint; fingerprint and sizes are still open.
+
+    Raises UserError or EngineError for options that do not fit together, or that the model does not allow.
+    """
     trained = checkpoint.max_position_embeddings
     max_seq_len = options.max_seq_len or min(trained or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
     if trained is not None and max_seq_len > trained:
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
-    replay = options.replay(checkpoint.replay)
+    checkpoint = replace(checkpoint, replay=options.replay(checkpoint.replay))
+    checkpoint.check_replay()
     return EngineConfig(
-        checkpoint=replace(checkpoint, replay=replay),
+        checkpoint=checkpoint,
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=options.max_num_tokens,

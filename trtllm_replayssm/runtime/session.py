@@ -18,6 +18,7 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import Cursor, RowMode, Step
 from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 from trtllm_replayssm.runtime.devices import check_memory
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.graphs import graphs_wanted
@@ -110,7 +111,8 @@ class Session:
         Returns float32 ``[rows, T, vocab_size]``, or ``[rows, 1, vocab_size]``. Raises UserError, before anything is
         changed, when the step does not fit the engine or the slots.
         """
-        given = StepInput.create(token_ids, query_lens, modes, active, self.engine.decoder.vocab_size)
+        asked = StepInput.create(token_ids, query_lens, modes, active, self.engine.decoder.vocab_size)
+        given = asked.widened(self.prompt_width) if bool((asked.modes[asked.active] == RowMode.ABSORB).all()) else asked
         rows, tokens = given.token_ids.shape
         self.check_step(given, first_slot)
         self.check_logits(given, last_only)
@@ -124,8 +126,20 @@ class Session:
         self.written[here] = torch.maximum(self.written[here], ends)
         self.rewrites += int((live & (plan[:, Step.FOLD_TO] > plan[:, Step.FOLDED])).sum())
 
-        self.hidden, logits = self.steps.run(given, first_slot, int(ends.max()), last_only)
+        hidden, logits = self.steps.run(given, first_slot, int(ends.max()), last_only)
+        self.hidden, logits = (result[:, : asked.token_ids.shape[1]] for result in (hidden, logits))
         return logits
+
+    @cached_property
+    def prompt_width(self) -> int:
+        """Fewest tokens a row of a step that takes prompts alone.
+
+        With read copies a short step answers from the copy and a long one from the checkpoint. What a prompt leaves behind must
+        not depend on how many tokens other prompts bring to its step, so that all of them are long, if the engine has any.
+        """
+        if self.replay.state_read_dtype == "same":
+            return 1
+        return min(MAX_VERIFY_TOKENS + 1, self.engine.config.prefill_chunk)
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
@@ -64,6 +65,10 @@ class StepInput:
         if len(outside):
             raise UserError(f"token id {int(outside[0])} is outside the vocabulary of {vocab_size}")
         return cls(ids.int(), lengths.int(), kinds.int(), live)
+
+    def widened(self, tokens: int) -> StepInput:
+        """The same tokens in a step of at least ``tokens`` (T) a row."""
+        return replace(self, token_ids=pad(self.token_ids, (0, max(0, tokens - self.token_ids.shape[1]))))
 
 
 def per_row(name: str, values: PerRow | None, rows: int, default: int) -> Tensor:
