@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -217,7 +218,7 @@ def test_ending_a_rank_or_the_command_in_the_middle_of_the_work(
     """One sentence, nothing written, nobody left."""
     process = start_long_work(engines[1], tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     ranks = wait_for_ranks(process.pid)
-    time.sleep(4)
+    time.sleep(1)
     if end == "rank":
         os.kill(ranks[0], signal.SIGKILL)
     else:
@@ -263,14 +264,20 @@ def wait_for_listener(process: subprocess.Popen[str], port: int) -> None:
 
 
 def wait_for_ranks(parent: int) -> list[int]:
-    """Process ids of the two ranks that ``parent`` starts."""
+    """Process ids of the two ranks that ``parent`` starts, once they leave the keyboard to it."""
     psutil = pytest.importorskip("psutil")
-    for _ in range(300):
-        ranks = [c.pid for c in psutil.Process(parent).children() if "spawn_main" in " ".join(c.cmdline())]
+    for _ in range(600):
+        children = psutil.Process(parent).children()
+        ranks = [c.pid for c in children if "spawn_main" in " ".join(c.cmdline()) and ignores_interrupts(c.pid)]
         if len(ranks) == 2:
             return ranks
         time.sleep(0.1)
     raise AssertionError("the ranks did not start")
+
+
+def ignores_interrupts(pid: int) -> bool:
+    (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
 
 
 def test_engine_config_says_how_many_ranks(engines: tuple[Path, Path]) -> None:
