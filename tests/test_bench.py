@@ -247,6 +247,7 @@ def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     forced = ["--forced_acceptance_length", "2", "--report_json", str(report)]
     assert main([*words, *lengths.split(), *forced]) == 0, capsys.readouterr().err
     data = json.loads(report.read_text())
+    assert "of random weights" in capsys.readouterr().err
     assert data["world_info"]["max_batch_size"] == 3
     assert data["engine"]["replayssm"]["max_draft_len"] == 2
     assert data["decoding_stats"]["num_draft_tokens_percentiles"]["minimum"] > 0

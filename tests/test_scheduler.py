@@ -111,6 +111,10 @@ class Traffic:
             params |= {"temperature": choose.uniform(0.5, 2), "top_k": choose.choice([0, 5]), "seed": name}
         if choose.random() < 0.3:
             params["stop_token_ids"] = [choose.randint(2, 257) for _ in range(20)]
+        if choose.random() < 0.3:
+            params |= {"repetition_penalty": choose.uniform(0.8, 1.5), "frequency_penalty": choose.uniform(-0.5, 1)}
+        if choose.random() < 0.3:
+            params["min_tokens"] = choose.randint(1, params["max_tokens"])
         self.asked[name], self.params[name] = request(self.engine, name, prompt, **params), params
         made.submit(self.asked[name])
 

@@ -117,6 +117,22 @@ def test_stop_and_logprobs(served: Served, llm: LLM) -> None:
     assert all(place["logprob"] == place["top_logprobs"][0]["logprob"] for place in places)
 
 
+def test_penalties_and_least_lengths(served: Served, llm: LLM) -> None:
+    penalties = {"repetition_penalty": 0.5, "presence_penalty": -1.5, "frequency_penalty": 0.75}
+    free, wanted = alone(llm, "FGFG", max_tokens=20), alone(llm, "FGFG", max_tokens=20, **penalties)
+    assert wanted.token_ids != free.token_ids
+    assert complete(served, {"prompt": "FGFG", "max_tokens": 20, **penalties})[1]["choices"][0]["text"] == wanted.text
+    ending = {"stop_token_ids": [wanted.token_ids[3]], "min_tokens": 12}
+    ended = alone(llm, "FGFG", max_tokens=20, **ending, **penalties)
+    assert len(ended.token_ids) >= 12
+    _, data = complete(served, {"prompt": "FGFG", "max_tokens": 20, **ending, **penalties})
+    assert data["choices"][0]["text"] == ended.text
+    # A chat's limit is known with its prompt, and may be above the least.
+    chat = {"messages": [{"role": "user", "content": "x"}], "min_tokens": 20, "stop_token_ids": [200]}
+    status, data = complete(served, chat, chat=True)
+    assert status == 200 and data["usage"]["completion_tokens"] >= 20
+
+
 def test_many_clients_at_once(served: Served, llm: LLM) -> None:
     def one(i: int) -> str:
         body = {"prompt": "x" * (1 + i % 7), "max_tokens": 5 + i}
@@ -140,7 +156,10 @@ BAD = {
     "too long a prompt": ({"prompt": "a" * 400}, "more than the model's 320"),
     "unknown id": ({"prompt": [65, 300]}, "token id 300"),
     "empty": ({"prompt": ""}, "a prompt is empty"),
-    "penalty": ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty must be 0"),
+    "penalty": ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty must be a number, -2 to 2"),
+    "penalty without meaning": ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0"),
+    "more tokens than at most": ({"prompt": "a", "max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, more than"),
+    "more tokens than there is room for": ({"prompt": "a", "min_tokens": 999, "max_tokens": None}, "min_tokens is 999"),
     "echo": ({"prompt": "a", "echo": True}, "echo must be false"),
     "too many choices": ({"prompt": "a", "n": 100}, "n must be"),
     "stream options": ({"prompt": "a", "stream_options": {"include_usage": True}}, "only for streams"),

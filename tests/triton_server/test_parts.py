@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from served_engine import write_engine
 
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.llm import LLM
 from trtllm_replayssm.runtime.outputs import Update
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.stepping import SteppingThread
+from trtllm_replayssm.triton import MODEL_FILE_VARIABLE, ranks, serving
 from trtllm_replayssm.triton.asks import Ask
 from trtllm_replayssm.triton.delivery import Delivery
 from trtllm_replayssm.triton.installation import Installation
@@ -121,6 +125,79 @@ def test_what_a_server_said_before_it_was_ready_is_no_reason_for_its_end(tmp_pat
             server.wait_until_ready(PATIENCE)
         assert not server.lives()
         assert server.reason() == "the process of its model has ended"
+
+
+# ---- keeping a server ------------------------------------------------------------------------------------------------
+
+
+class Mortal:
+    """A server that ends as soon as it is started, a few times."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.started = deaths, 1
+
+    def lives(self) -> bool:
+        return self.started > self.deaths
+
+    def restart(self, seconds: float) -> None:
+        self.started += 1
+
+    def reason(self) -> str:
+        return "no memory"
+
+
+@pytest.mark.parametrize("deaths", [3, 4])
+def test_a_server_that_does_not_live_is_started_three_times_more(monkeypatch: pytest.MonkeyPatch, deaths: int) -> None:
+    monkeypatch.setattr(serving, "WATCH_PERIOD", 0.01)
+    server, stop = Mortal(deaths), asyncio.Event()
+
+    async def until_it_lives() -> None:
+        while not server.lives():
+            await asyncio.sleep(0.01)
+        stop.set()
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(until_it_lives())
+        try:
+            await serving.watch(server, stop, PATIENCE)  # type: ignore[arg-type]
+        finally:
+            waiting.cancel()
+
+    if deaths == 3:
+        asyncio.run(scenario())
+        assert server.started == 4
+    else:
+        with pytest.raises(EngineError, match="3 times and ended within 10 seconds each time: no memory"):
+            asyncio.run(scenario())
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["another", "rank 0"])
+def test_ranks_that_do_not_meet_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """There is no GPU of that number, which the other rank finds out, or rank 0 fails by itself."""
+    engine, lost = write_engine(tmp_path / "two", tp_size=2), threading.Event()
+    monkeypatch.delenv(MODEL_FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left: list[list[Path]] = []
+
+    def told(error: Exception) -> None:
+        left.append(list(tmp_path.glob("trtllm-replayssm-*")))
+        lost.set()
+
+    def join(*given: Any) -> None:
+        assert list(tmp_path.glob("trtllm-replayssm-*"))
+        if who == "rank 0":
+            raise EngineError("no GPU")
+        assert lost.wait(PATIENCE)
+        raise EngineError("the other rank is gone")
+
+    monkeypatch.setattr(ranks, "join_group", join)
+    with pytest.raises(EngineError, match=r"no GPU|is gone"):
+        ranks.Ranks.start(ServingOptions(str(engine), "cuda:99"), tmp_path, told)
+    assert left == ([[]] if who == "another" else [])
+    assert not list(tmp_path.glob("trtllm-replayssm-*"))
 
 
 # ---- faults inside a step --------------------------------------------------------------------------------------------

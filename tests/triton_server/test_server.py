@@ -126,6 +126,24 @@ def test_extras_of_a_request(served: Served, llm: LLM) -> None:
     assert times == sorted(times) and abs(times[0] - time.time_ns()) < PATIENCE * 1e9
 
 
+def test_penalties_and_least_lengths(served: Served, llm: LLM) -> None:
+    """By both models; the values are numbers that float32 has."""
+    penalties = {"repetition_penalty": 0.5, "presence_penalty": -1.5, "frequency_penalty": 0.75}
+    prompt = [70, 71, 70, 71]
+    free = llm.generate(prompt, SamplingParams(max_tokens=20)).outputs[0].token_ids  # type: ignore[union-attr]
+    params = SamplingParams(max_tokens=20, **penalties)
+    wanted = llm.generate(prompt, params).outputs[0].token_ids  # type: ignore[union-attr]
+    assert wanted != free
+    values = {"input_ids": prompt, "request_output_len": 20, **penalties}
+    assert ask(served, values).tokens == wanted
+    ending = {"end_id": wanted[3], "min_tokens": 12}
+    ended = llm.generate(prompt, SamplingParams(max_tokens=20, **ending, **penalties)).outputs[0]  # type: ignore
+    assert len(ended.token_ids) >= 12
+    assert ask(served, values | ending).tokens == ended.token_ids
+    said = llm.generate("FGFG", params).outputs[0]  # type: ignore[union-attr]
+    assert ask(served, {"text_input": "FGFG", "max_tokens": 20, **penalties}, model="ensemble").text == said.text
+
+
 # ---- clients that leave ----------------------------------------------------------------------------------------------
 
 
@@ -210,10 +228,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN top_p": ({"runtime_top_p": math.nan}, "top_p is nan"),
     "top_p beyond 1": ({"runtime_top_p": 1.5}, "top_p is 1.5"),
     "negative top_k": ({"runtime_top_k": -2}, "top_k is -2"),
-    "unknown draft": ({"draft_input_ids": [65, 258]}, "the draft of prompt .* token id 258"),
+    "unknown draft": ({"draft_input_ids": [65, 258]}, "the draft of the prompt .* token id 258"),
     "unknown end": ({"end_id": 9999}, "end token 9999"),
     "beams": ({"beam_width": 4}, "beam_width is 4"),
-    "penalty": ({"repetition_penalty": 1.5}, "repetition_penalty is 1.5"),
+    "penalty": ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+    "NaN penalty": ({"presence_penalty": math.nan}, "presence_penalty is nan"),
+    "negative least": ({"min_tokens": -1}, "min_tokens is -1"),
+    "more tokens than at most": ({"min_tokens": 300}, "min_tokens is 300, more than max_tokens"),
     "bad words": ({"bad_words": ["no"]}, "bad_words"),
     "stop words of no length": ({"stop_words_list": np.asarray([[[65], [7]]], np.int32)}, "word ends at 7"),
     "stop words of negative ids": ({"stop_words_list": np.asarray([[[65, -6], [2, -1]]], np.int32)}, "id -6"),

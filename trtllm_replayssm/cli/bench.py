@@ -13,14 +13,20 @@ import logging
 from collections.abc import Mapping
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+from trtllm_replayssm.cli.bench_options import (
+    SYNTHETIC_OPTIONS,
+    THROUGHPUT_PLOT,
+    add_arguments,
+    check_options,
+    measures_steps,
+)
 from trtllm_replayssm.cli.generate import speculation_options
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argument, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.options import prefix_cache_bytes
 from trtllm_replayssm.cli.ranks import on_every_rank
 from trtllm_replayssm.console import LOGGER, print_table
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.replay import Fold, ReadDtype
 
 if TYPE_CHECKING:
     from trtllm_replayssm.bench.decode import DecodeTiming
@@ -30,80 +36,7 @@ if TYPE_CHECKING:
     from trtllm_replayssm.runtime.scheduler import Scheduler
     from trtllm_replayssm.runtime.session import Session
 
-THROUGHPUT_PLOT = "decode_throughput.png"
-#: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
-SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("dtype", {"choices": FLOAT_DTYPES}, "of activations and weights; by default bfloat16"),
-    ("tp_size", {"type": int}, "ranks; by default 1"),
-    ("max_batch_size", {"type": int}, "requests that run at the same time; by default 8"),
-    ("max_seq_len", {"type": int}, "most tokens of a request; by default 4096, or what the model was trained for"),
-    ("max_num_tokens", {"type": int}, "most tokens of a prefill step; by default 8192"),
-    ("replay_window", {"type": int}, "tokens of a request that wait in its ring; by default 16"),
-    ("state_dtype", {"choices": FLOAT_DTYPES}, "dtype of the recurrent state; by default float32"),
-    ("state_read_dtype", {"choices": get_args(ReadDtype)}, "what decode and verify steps read of it; by default same"),
-    ("ring_dtype", {"choices": ("auto", *FLOAT_DTYPES)}, "dtype of the ring's activations; by default auto"),
-    ("replay_fold", {"choices": get_args(Fold)}, "how a delta-rule layer folds; by default exact"),
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--engine_dir", type=path_argument, help="folder written by build")
-    source.add_argument(
-        "--synthetic_config",
-        type=path_argument,
-        help="config.json of a model, which gets random weights: its true speed",
-    )
-    synthetic = parser.add_argument_group("engine of a --synthetic_config", "As for convert and build.")
-    for name, kind, text in SYNTHETIC_OPTIONS:
-        synthetic.add_argument(f"--{name}", help=text, **kind)
-    requests = parser.add_argument_group("requests")
-    requests.add_argument(
-        "--dataset",
-        type=path_argument,
-        help='JSONL with {"input_ids" or "prompt", "output_tokens"}; else random tokens',
-    )
-    requests.add_argument("--num_requests", type=int, help="how many; by default 64, or all of a data set")
-    requests.add_argument("--input_len", type=int, default=128, help="mean prompt tokens of random requests")
-    requests.add_argument("--input_stdev", type=float, default=0, help="standard deviation of the prompt tokens")
-    requests.add_argument("--output_len", type=int, default=128, help="mean output tokens")
-    requests.add_argument("--output_stdev", type=float, default=0, help="standard deviation of the output tokens")
-    requests.add_argument("--random_seed", type=int, default=0, help="of lengths, tokens and arrivals")
-    load = parser.add_argument_group("load", "By default all requests arrive at once.")
-    exclusive = load.add_mutually_exclusive_group()
-    exclusive.add_argument("--request_rate", type=float, help="requests a second, arriving as a Poisson process")
-    exclusive.add_argument("--concurrency", type=int, help="requests under way; one that ends makes room for the next")
-    load.add_argument("--warmup", type=int, default=2, help="requests that run before the clock starts")
-    load.add_argument("--prefix_cache_gib", type=float, default=0, help="memory for common beginnings of prompts")
-    speculation = parser.add_argument_group("speculative decoding")
-    speculation.add_argument(
-        "--speculative_decoding_mode", choices=("ngram", "draft_model", "mtp"), help="as for generate"
-    )
-    speculation.add_argument("--max_draft_len", type=int, help="most drafts of a step; by default the engine's")
-    speculation.add_argument("--draft_engine_dir", type=path_argument, help="engine of the draft model, for that mode")
-    speculation.add_argument(
-        "--forced_acceptance_length",
-        type=int,
-        help="keep so many tokens of every verify step, whatever the model says: speed without a trained model",
-    )
-    steps = parser.add_argument_group("decode steps instead of requests")
-    steps.add_argument(
-        "--decode_batch_sizes", type=int, nargs="+", metavar="N", help="compare the modes at these sizes"
-    )
-    steps.add_argument("--profile_context_lens", type=int, nargs="+", metavar="N", help="parts of a step, on a GPU")
-    steps.add_argument("--context_len", type=int, default=1024, help="tokens that every request holds at first")
-    steps.add_argument("--steps", type=int, default=64, help="steps of one measurement, rounded up to whole windows")
-    steps.add_argument("--batch_size", type=int, help="requests of a profiled step; by default all slots of the engine")
-    steps.add_argument("--draft_len", type=int, default=3, help="drafts of a speculative step")
-    steps.add_argument("--accepted", type=int, default=3, help="tokens that a speculative step keeps")
-    parser.add_argument("--plot_dir", type=path_argument, help="folder for PNG plots of decode steps")
-    parser.add_argument("--report_json", type=path_argument, help="file to write, in the shape of trtllm-bench's")
-    parser.add_argument("--report_csv", type=path_argument, help="file to write, a row a request")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument(
-        "--plugin_impl", choices=("auto", "reference", "cuda"), default="auto", help="who computes the recurrent layers"
-    )
-    add_scaled_matmul_argument(parser)
+__all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,34 +57,6 @@ def run(args: argparse.Namespace) -> int:
         )
     world_size = EngineConfig.read(args.engine_dir).world_size if args.engine_dir else (args.tp_size or 1)
     return on_every_rank(world_size, bench, args)
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Raises UserError for values that make no sense, and options that would do nothing; asked before long work."""
-    if args.warmup < 0 or args.random_seed < 0:
-        raise UserError("--warmup and --random_seed must be 0 or more")
-    prefix_cache_bytes(args)
-    if args.scaled_matmul and args.engine_dir is None:
-        raise UserError("--scaled_matmul is for FP8 weights, and random ones are not quantised", "give an --engine_dir")
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UserError(f"--batch_size is {args.batch_size}; it must be 1 or more")
-    if measures_steps(args):
-        if args.report_csv is not None:
-            raise UserError("--report_csv has a row a request, and decode steps have none", "use --report_json")
-    elif args.plot_dir is not None:
-        raise UserError("--plot_dir is for decode steps", "add --decode_batch_sizes or --profile_context_lens")
-    if args.plot_dir is not None:
-        from trtllm_replayssm.bench.plots import check_matplotlib
-        from trtllm_replayssm.runtime.files import check_writable
-
-        check_matplotlib()
-        args.plot_dir.mkdir(parents=True, exist_ok=True)
-        check_writable(args.plot_dir / THROUGHPUT_PLOT)
-
-
-def measures_steps(args: argparse.Namespace) -> bool:
-    """Whether decode steps are measured, rather than requests."""
-    return args.decode_batch_sizes is not None or args.profile_context_lens is not None
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -40,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top_k", type=int, help="choose among so many of the likeliest tokens; 0 for all")
     sampling.add_argument("--top_p", type=float, help="choose among the likeliest tokens that reach this probability")
     sampling.add_argument("--random_seed", type=int, default=0, help="the same seed gives the same text in any batch")
+    sampling.add_argument("--repetition_penalty", type=float, help="above 1: tokens of prompt and text are less likely")
+    sampling.add_argument("--presence_penalty", type=float, help="above 0: tokens of the text are less likely")
+    sampling.add_argument("--frequency_penalty", type=float, help="the same, times how often the text has them")
+    sampling.add_argument("--min_tokens", type=int, default=0, help="tokens before which no text ends")
     sampling.add_argument("--end_id", type=int, help="token that ends a text; -1 for none; by default the model's own")
     sampling.add_argument("--stop", action="append", help="string that ends a text; may be given several times")
     parser.add_argument(
@@ -82,6 +86,10 @@ def generate(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.random_seed,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        min_tokens=args.min_tokens,
         end_id=args.end_id,
         stop=args.stop,
         return_generation_logits=args.generation_logits_file is not None,

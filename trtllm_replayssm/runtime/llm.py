@@ -107,16 +107,18 @@ class LLM:
         token_ids: list[int] | None,
         params: SamplingParams,
         drafts: Sequence[int] = (),
+        name: str | None = None,
     ) -> Request:
         """One prompt, ready to run; exactly one of text and token_ids is given.
 
-        drafts: what is likely to be generated; its first steps verify that instead of making one token each.
+        drafts: what is likely to be generated; its first steps verify that instead of making one token each. name: what
+        messages call the prompt, by default ``prompt`` and its index.
         """
         if token_ids is None:
             token_ids = self.tokenizer.encode(text or "", params.add_special_tokens)
         stream = TextStream(self.tokenizer, params.skip_special_tokens) if self.has_tokenizer else None
         end_ids = params.end_ids(self.engine.config.checkpoint.eos_token_ids)
-        return Request(index, token_ids, params, end_ids, stream, drafts)
+        return Request(index, token_ids, params, end_ids, stream, drafts, name)
 
 
 def per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -85,7 +85,7 @@ class SamplingParams:
             if not number or not low <= value <= high:
                 raise UserError(f"{name} is {value!r}; it must be a number, {words}")
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens is {self.min_tokens}, and max_tokens is {self.max_tokens}")
+            raise UserError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
         if not all(isinstance(word, str) and word for word in self.stop_words):
             raise UserError(f"stop is {self.stop!r}; it must be strings that are not empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):

@@ -7,6 +7,7 @@ embedding is, so that tokens stay as unlike as they were drawn and choose all ex
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from zlib import crc32
@@ -17,6 +18,7 @@ from torch import Tensor
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.families.registry import find_family
 from trtllm_replayssm.builders.hf.config import read_config
+from trtllm_replayssm.console import bytes_text
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.implementation import PluginImpl, implementation
 from trtllm_replayssm.replay import ReplayConfig
@@ -25,6 +27,8 @@ from trtllm_replayssm.runtime.devices import check_memory, resolve_device
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.engine_config import BuildOptions
 from trtllm_replayssm.runtime.ranks import process_group
+
+log = logging.getLogger(__name__)
 
 #: Ranges of exp(A_log) and of softplus(dt_bias) at which Mamba-2 and its successors are initialised for training.
 DECAY_RATES, TIME_STEPS = (1.0, 16.0), (1e-3, 1e-1)
@@ -63,6 +67,8 @@ def synthetic_engine(
     rank = 0 if group is None else group.rank()
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in checkpoint.rank_layout().values())
     check_memory(where, size, config.max_batch_size, config.slot_bytes())
+    # Rank 0 speaks for all.
+    log.log(logging.INFO if rank == 0 else logging.DEBUG, "drawing %s of random weights", bytes_text(size))
     return Engine(
         folder=Path(f"synthetic-{checkpoint.hf_architecture}"),
         config=config,

@@ -18,11 +18,7 @@ Arrays = Mapping[str, np.ndarray]
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "beam_width": (0, 1),
     "num_return_sequences": (0, 1),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "len_penalty": (0, 1),
-    "min_tokens": (0, 1),
     "return_context_logits": (0,),
 }
 #: The same for inputs of any size: they must be empty.
@@ -74,6 +70,10 @@ def read_ask(arrays: Arrays, exclude_input: bool, decode: Callable[[list[int]], 
         top_k=top_k,
         top_p=top_p,
         seed=scalar(arrays, "seed", int) or 0,
+        repetition_penalty=scalar(arrays, "repetition_penalty", float),
+        presence_penalty=scalar(arrays, "presence_penalty", float),
+        frequency_penalty=scalar(arrays, "frequency_penalty", float),
+        min_tokens=scalar(arrays, "min_tokens", int) or 0,
         end_id=scalar(arrays, "end_id", int),
         stop=stop_texts,
         stop_token_ids=stop_ids,

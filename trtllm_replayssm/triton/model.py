@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from trtllm_replayssm.console import LOG_LEVELS, LOGGER
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime.files import output_file
 from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.request import check_request
 from trtllm_replayssm.runtime.stepping import SteppingThread
@@ -51,10 +52,15 @@ class TritonPythonModel:
     def start(self, options: ServingOptions, folder: Path, name: str) -> None:
         LOGGER.handlers[:] = [TritonLog()]
         LOGGER.setLevel(LOG_LEVELS[options.log_level])
-        self.options, self.serving = options, False
+        self.options, self.serving, self.ranks = options, False, None
         self.ranks = Ranks.start(options, folder, lost=self.lost_rank)
-        self.llm = options.load(folder)
-        self.llm.session.warm_up()
+        try:
+            self.llm = options.load(folder)
+            self.llm.session.warm_up()
+        except BaseException:
+            if self.ranks is not None:
+                self.ranks.close()
+            raise
         scheduler = self.llm.scheduler
         self.metrics = Metrics(scheduler)
         self.meters = TritonMeters(pb_utils, {"model": name})
@@ -77,7 +83,8 @@ class TritonPythonModel:
         self.delivery.start()
         self.serving = True
         if file := os.environ.get(MODEL_FILE_VARIABLE):
-            Path(file).write_text(str(os.getpid()), encoding="ascii")
+            with output_file(Path(file)) as opened:
+                opened.write(str(os.getpid()).encode())
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
@@ -104,7 +111,8 @@ class TritonPythonModel:
             channel.finish()
             return
         ask = read_ask(arrays, self.options.exclude_input_in_output, lambda ids: self.llm.tokenizer.decode(ids, False))
-        made = self.llm.request(next(self.ids), ask.text, ask.token_ids, ask.params, ask.draft_ids)
+        # Clients know nothing of our numbers.
+        made = self.llm.request(next(self.ids), ask.text, ask.token_ids, ask.params, ask.draft_ids, name="the prompt")
         check_room(self.llm.engine.config.max_seq_len, len(made.prompt), ask.params.max_tokens)
         check_request(self.llm.engine, made)
         if client_id:
@@ -129,6 +137,8 @@ class TritonPythonModel:
         LOGGER.error("%s; the model ends", error)
         if self.serving:
             self.delivery.fail_all(error)
+        if self.ranks is not None:
+            self.ranks.remove_folder()
         os._exit(EXIT_LOST)
 
     def finalize(self) -> None:

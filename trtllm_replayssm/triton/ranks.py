@@ -53,7 +53,7 @@ class Ranks:
         file = os.environ.get(MODEL_FILE_VARIABLE)
         folder = tempfile.mkdtemp(prefix="trtllm-replayssm-", dir=os.path.dirname(file) if file else None)
         store = os.path.join(folder, "store")
-        processes, orders, reports = [], [], []
+        ranks = cls([], [], [], folder)
         for rank in range(1, world_size):
             order, listener = context.Pipe()
             reader, writer = context.Pipe(duplex=False)
@@ -65,12 +65,15 @@ class Ranks:
             # Our copies; the rank's end is noticed when its own are closed.
             listener.close()
             writer.close()
-            processes.append(process)
-            orders.append(order)
-            reports.append(reader)
-        ranks = cls(processes, orders, reports, folder)
+            ranks.processes.append(process)
+            ranks.orders.append(order)
+            ranks.reports.append(reader)
         Thread(target=ranks.watch, args=(lost,), name="trtllm-replayssm-ranks", daemon=True).start()
-        join_group(0, world_size, device, store)
+        try:
+            join_group(0, world_size, device, store)
+        except BaseException:
+            ranks.close()
+            raise
         return ranks
 
     def tell(self, *call: Any) -> None:
@@ -81,6 +84,8 @@ class Ranks:
         wait([process.sentinel for process in self.processes])
         if self.closing:
             return
+        # Before anything else: whoever is told may end this process at once.
+        self.remove_folder()
         for rank, (process, reader) in enumerate(zip(self.processes, self.reports), 1):
             if not process.is_alive():
                 report = receive(reader)
@@ -97,6 +102,10 @@ class Ranks:
             process.join(END_SECONDS)
             process.kill()
             process.join()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Ranks that have met need it no more, and those that have ended will not meet."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

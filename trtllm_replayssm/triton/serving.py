@@ -17,7 +17,7 @@ from trtllm_replayssm.errors import EngineError, UserError, pip_extra
 from trtllm_replayssm.triton.installation import find_server
 from trtllm_replayssm.triton.options import ServingOptions
 from trtllm_replayssm.triton.repository import TEXT_MODEL, TOKEN_MODEL, write_repository
-from trtllm_replayssm.triton.server import Ports, TritonServer, choose_ports
+from trtllm_replayssm.triton.server import LOG_HINT, Ports, TritonServer, choose_ports
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds between looks whether the Triton server is still there.
 WATCH_PERIOD = 0.5
-#: A server that was started again and lives no longer than so many seconds is given up.
-SHORT_LIFE = 10.0
+#: A server that was started again and lives no longer than so many seconds, so many times in a row, is given up: it will not
+#: live the next time, and whoever keeps ``serve`` running is to know.
+SHORT_LIFE, SHORT_LIVES = 10.0, 3
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,20 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
 
 
 async def watch(server: TritonServer, stop: asyncio.Event, startup_timeout: float) -> None:
-    """Until a signal comes, start the server again when it, or the model in it, ends by itself; not time and again."""
-    restarted = -math.inf
+    """Until a signal comes, start the server again when it, or the model in it, ends by itself.
+
+    Raises EngineError when that is of no use.
+    """
+    restarted, short = -math.inf, 0
     while not stop.is_set():
         if not server.lives():
-            if time.monotonic() < restarted + SHORT_LIFE:
-                raise EngineError(f"the Triton server has ended soon after it was started again: {server.reason()}")
+            short = short + 1 if time.monotonic() < restarted + SHORT_LIFE else 0
+            if short == SHORT_LIVES:
+                raise EngineError(
+                    f"the Triton server was started again {short} times and ended within {SHORT_LIFE:g} seconds each time:"
+                    f" {server.reason()}",
+                    LOG_HINT,
+                )
             log.warning("the Triton server or its model has ended (%s) and is started again", server.reason())
             await asyncio.to_thread(server.restart, startup_timeout)
             restarted = time.monotonic()

@@ -40,7 +40,11 @@ INPUTS = (
     TensorSpec("runtime_top_k", "INT32", alias="top_k"),
     TensorSpec("runtime_top_p", "FP32", alias="top_p"),
     TensorSpec("seed", "UINT64"),
+    TensorSpec("repetition_penalty", "FP32"),
+    TensorSpec("presence_penalty", "FP32"),
+    TensorSpec("frequency_penalty", "FP32"),
     # When to stop.
+    TensorSpec("min_tokens", "INT32"),
     TensorSpec("end_id", "INT32"),
     TensorSpec("pad_id", "INT32"),
     TensorSpec("stop_words_list", "INT32", (2, -1), tokens_only=True),
@@ -58,11 +62,7 @@ INPUTS = (
     # Only with the value that changes nothing (asks.NEUTRAL).
     TensorSpec("beam_width", "INT32"),
     TensorSpec("num_return_sequences", "INT32"),
-    TensorSpec("repetition_penalty", "FP32"),
-    TensorSpec("presence_penalty", "FP32"),
-    TensorSpec("frequency_penalty", "FP32"),
     TensorSpec("len_penalty", "FP32"),
-    TensorSpec("min_tokens", "INT32"),
     TensorSpec("bad_words_list", "INT32", (2, -1), tokens_only=True),
     TensorSpec("bad_words", "STRING", (-1,)),
     TensorSpec("return_context_logits", "BOOL"),

@@ -83,6 +83,11 @@ def inputs(token_ids: list[int], params: SamplingParams) -> list[triton.InferInp
     if params.top_p is not None:
         # Not 0 by rounding, which clients of TensorRT-LLM send for a top_p that is not wanted.
         arrays["runtime_top_p"] = np.asarray([[max(params.top_p, np.finfo(np.float32).tiny)]], np.float32)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(params, name)) is not None:
+            arrays[name] = np.asarray([[value]], np.float32)
+    if params.min_tokens:
+        arrays["min_tokens"] = np.asarray([[params.min_tokens]], np.int32)
     if params.logprobs is not None:
         arrays["num_log_probs"] = np.asarray([[params.logprobs]], np.int32)
     if params.stop_words:

@@ -17,6 +17,8 @@ Reader = Callable[[Any], bool]
 DEFAULT_MAX_TOKENS = 16
 #: Most continuations of all prompts of a request, stop strings, and likeliest tokens that are listed.
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS = 64, 16, 20
+#: OpenAI's bounds of presence_penalty and frequency_penalty.
+MAX_PENALTY = 2.0
 #: What Triton's tensors can hold of a temperature.
 FLOAT32_MAX = 3.4e38
 
@@ -31,6 +33,10 @@ def is_number(value: Any) -> bool:
 
 def is_temperature(value: Any) -> bool:
     return is_number(value) and not value < 0 and not value > FLOAT32_MAX
+
+
+def is_penalty(value: Any) -> bool:
+    return is_number(value) and -MAX_PENALTY <= value <= MAX_PENALTY
 
 
 def is_bool(value: Any) -> bool:
@@ -79,9 +85,12 @@ SHARED: dict[str, tuple[Reader, str]] = {
     "ignore_eos": (is_bool, "true or false"),
     "stream": (is_bool, "true or false"),
     "stream_options": (is_stream_options, 'an object like {"include_usage": true}'),
+    "presence_penalty": (is_penalty, f"a number, {-MAX_PENALTY:g} to {MAX_PENALTY:g}"),
+    "frequency_penalty": (is_penalty, f"a number, {-MAX_PENALTY:g} to {MAX_PENALTY:g}"),
+    # Not OpenAI's, but what its clients send to engines of one's own.
+    "repetition_penalty": (is_number, "a number"),
+    "min_tokens": (is_int(0, (1 << 31) - 1), "an integer, 0 or more"),
     # Only with the values that change nothing.
-    "presence_penalty": (is_one_of(0, 0.0), "0: this engine has no penalties"),
-    "frequency_penalty": (is_one_of(0, 0.0), "0: this engine has no penalties"),
     "logit_bias": (is_one_of({}), "empty: this engine has no biases"),
 }
 COMPLETION = SHARED | {
@@ -141,12 +150,17 @@ def wanted(given: Json, default_max_tokens: int | None, logprobs: int | None, se
     limit = given.get("max_completion_tokens", given.get("max_tokens", default_max_tokens))
     top_k = given.get("top_k")
     params = SamplingParams(
-        max_tokens=limit or 1,
+        # Where there is no limit, it is known with the prompt.
+        max_tokens=limit or max(1, given.get("min_tokens", 0)),
         # OpenAI's default, where the engine's own is greedy.
         temperature=given.get("temperature", 1.0),
         top_k=None if top_k == -1 else top_k,
         top_p=given.get("top_p"),
         seed=given.get("seed", seed),
+        repetition_penalty=given.get("repetition_penalty"),
+        presence_penalty=given.get("presence_penalty"),
+        frequency_penalty=given.get("frequency_penalty"),
+        min_tokens=given.get("min_tokens", 0),
         stop=given.get("stop"),
         stop_token_ids=given.get("stop_token_ids", ()),
         ignore_eos=given.get("ignore_eos", False),
