@@ -1,14 +1,16 @@
 // replayssm::materialise: the state after a prefix of one slot, written to another slot. Contract: plugins/materialise.py.
 //
 // A warp owns one row of the state of one head: lane l holds columns l + 32 r. It replays the ring's entries
-// [folded, prefix_len) in float32, as the recurrences do, and needs no other warp.
+// [folded, prefix_len) in float32, as the recurrences do, and needs no other warp. Where the layer has a read copy, a block
+// owns a whole head, its warps several rows of it, and writes the copy at the end.
 //
 // Macros: STATE (element type), HEADS, ROWS, COLUMNS (the state of a head is ROWS x COLUMNS), GROUPS (of heads that share an
-// entry's vector of COLUMNS elements), RING_ROWS.
+// entry's vector of COLUMNS elements), RING_ROWS, READ_BITS (read_copy.cuh).
 #pragma once
+#include "read_copy.cuh"
 #include "scalars.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = READ_BITS ? 16 : 4;
 constexpr int PER_LANE = (COLUMNS + 31) / 32;
 
 struct Prefix {
@@ -24,10 +26,12 @@ struct Owner {
     int lane, head, row;
 
     __device__ Owner() : lane(threadIdx.x % 32) {
-        const int unit = blockIdx.x * WARPS + threadIdx.x / 32;
-        head = unit / ROWS, row = unit % ROWS;
+        const int warp = threadIdx.x / 32, unit = blockIdx.x * WARPS + warp;
+        head = READ_BITS ? blockIdx.x : unit / ROWS, row = READ_BITS ? warp : unit % ROWS;
     }
-    __device__ bool exists() const { return head < HEADS; }
+    __device__ bool exists() const { return head < HEADS && row < ROWS; }
+    // The warp's next row, if it has several.
+    __device__ void advance() { row = READ_BITS ? row + WARPS : ROWS; }
     __device__ int group() const { return head / (HEADS / GROUPS); }
     __device__ int state_offset() const { return (head * ROWS + row) * COLUMNS; }
 };

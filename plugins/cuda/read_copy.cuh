@@ -168,10 +168,10 @@ __device__ __forceinline__ void store_codes(u8* to, u32 four) {
 
 // ---- whole heads -----------------------------------------------------------------------------------------------------
 
-// Value of a copy's element; `copy` is that of a head [.., COLUMNS].
-template <int COLUMNS>
+// Value of a copy's element; `copy` is that of a head [.., HEAD_COLUMNS].
+template <int HEAD_COLUMNS>
 __device__ __forceinline__ float copy_value(const ReadCopy& copy, int row, int column) {
-    const int at = row * COLUMNS + column;
+    const int at = row * HEAD_COLUMNS + column;
     const u32 scale = copy.scales[at / COPY_BLOCK];
     if constexpr (READ_BITS == 8) {
         return __fmul_rn(from_e4m3(copy.codes[at]), fp8_scale_value(scale));
@@ -181,17 +181,17 @@ __device__ __forceinline__ float copy_value(const ReadCopy& copy, int row, int c
     }
 }
 
-// Writes the copy of a head's checkpoint [ROWS, COLUMNS], which the threads of this block have written before. All of the
+// Writes the copy of a head's checkpoint [HEAD_ROWS, HEAD_COLUMNS], which the threads of this block have written before. All of the
 // block's THREADS come here together, and may write that checkpoint again behind it.
-template <int ROWS, int COLUMNS, int THREADS, typename T>
+template <int HEAD_ROWS, int HEAD_COLUMNS, int THREADS, typename T>
 __device__ __forceinline__ void write_copy(const T* state, const ReadCopy& copy) {
-    constexpr int BLOCKS_A_HEAD = ROWS * COLUMNS / COPY_BLOCK;
+    constexpr int BLOCKS_A_HEAD = HEAD_ROWS * HEAD_COLUMNS / COPY_BLOCK;
     __shared__ float largest[THREADS / 32];
     __syncthreads();
     float head_scale = 0.0f;
     if constexpr (READ_BITS == 4) {
         float amax = 0.0f;
-        for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) amax = larger_magnitude(amax, to_float(state[i]));
+        for (int i = threadIdx.x; i < HEAD_ROWS * HEAD_COLUMNS; i += THREADS) amax = larger_magnitude(amax, to_float(state[i]));
         amax = warp_magnitude(amax);
         if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
         __syncthreads();

@@ -6,6 +6,8 @@ launch arguments: a captured launch repeats the same copy.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,13 @@ from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_str
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.materialise import check_prefix
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names, read_dtype_of
 from trtllm_replayssm.plugins.reference.delta_rule import DeltaRule
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence
 from trtllm_replayssm.plugins.reference.replay import Recurrence
 
-WARPS = 4
+#: Warps of a block, a row of the state each; where there is a read copy, of a block that has a whole head.
+WARPS, COPY_WARPS = 4, 16
 
 
 def kernel_of(recurrence: Recurrence, pools: dict[str, Tensor]) -> Kernel:
@@ -37,7 +41,10 @@ def kernel_of(recurrence: Recurrence, pools: dict[str, Tensor]) -> Kernel:
         raise TypeError(f"no kernel materialises {type(recurrence).__name__}")
     _, heads, rows, columns = pools["state"].shape
     sizes = {"HEADS": heads, "ROWS": rows, "COLUMNS": columns, "GROUPS": shared.shape[1], "RING_ROWS": shared.shape[2]}
-    return Kernel(f"materialise_{name}.cu", f"materialise_{name}", 32 * WARPS, (*sizes.items(), *own.items()))
+    read_dtype = read_dtype_of(pools)
+    own |= {"READ_BITS": 0 if read_dtype == "same" else FORMATS[read_dtype].bits}
+    threads = 32 * (WARPS if read_dtype == "same" else COPY_WARPS)
+    return Kernel(f"materialise_{name}.cu", f"materialise_{name}", threads, (*sizes.items(), *own.items()))
 
 
 def materialise(
@@ -46,25 +53,36 @@ def materialise(
     """See plugins/reference/materialise.py."""
     check_prefix(source, destination, folded, prefix_len)
     state = pools["state"]
-    bound = (state, *(pools[f"ring_{entry}"] for entry in recurrence.payload))
+    copies = tuple(pools[name] for name in copy_names(read_dtype_of(pools)))
+    bound = (state, *(pools[f"ring_{entry}"] for entry in recurrence.payload), *copies)
     weights = (recurrence.A,) if isinstance(recurrence, Mamba2Recurrence) else ()
-    grid = (-(-state.shape[1] * state.shape[2] // WARPS), 1, 1)
+    heads, rows = state.shape[1:3]
+    grid = (heads if copies else -(-heads * rows // WARPS), 1, 1)
     integers = (source, destination, folded, prefix_len, *map(slot_stride, bound))
-    launch(Launch(kernel_of(recurrence, pools), grid, integers), (*weights, *bound), (state,))
+    launch(Launch(kernel_of(recurrence, pools), grid, integers), (*weights, *bound), (state, *copies))
 
 
 def variants() -> list[Kernel]:
-    """Nemotron-3 Nano, Qwen3.5-35B and Kimi Linear with both state types, and a derived fold."""
+    """Nemotron-3 Nano, Qwen3.5-35B and Kimi Linear with both state types and both read copies, and a derived fold."""
     bf16, fp32 = torch.bfloat16, torch.float32
     plain = Mamba2Recurrence(torch.zeros(1), torch.zeros(1))
-    nano = Mamba2Attributes(64, 64, 128, 8, 16, 16).pools
-    qwen = GatedDeltaAttributes(16, 32, 128, 128, 16, 16).pools
-    kimi = KdaAttributes(32, 128, 128, 16, 16).pools
+    layers = (
+        Mamba2Attributes(64, 64, 128, 8, 16, 16),
+        GatedDeltaAttributes(16, 32, 128, 128, 16, 16),
+        KdaAttributes(32, 128, 128, 16, 16),
+    )
+    nano, qwen, kimi = (layer.pools for layer in layers)
     exact, derived = DeltaRule(False), DeltaRule(True)
+    recurrences = (plain, exact, exact)
     cases: list[tuple[Recurrence, dict[str, Pool]]] = [
         *((plain, nano(bf16, state, bf16)) for state in (fp32, bf16)),
         *((exact, pools(bf16, state, bf16)) for pools in (qwen, kimi) for state in (fp32, bf16)),
         (derived, qwen(bf16, fp32, bf16)),
+        *(
+            (recurrence, replace(layer, read_dtype=read_dtype).pools(bf16, fp32, bf16))
+            for recurrence, layer in zip(recurrences, layers, strict=True)
+            for read_dtype in FORMATS
+        ),
     ]
     return [
         kernel_of(layer, {name: pool.allocate(1, "meta") for name, pool in pools.items()}) for layer, pools in cases
