@@ -18,10 +18,12 @@ import torch
 from emission import REFERENCES, RecordedPlugins, logical, rtx
 from interpreter import Interpreter
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trtllm_replayssm.compat import TensorRT
 from trtllm_replayssm.network.tensorrt.emitter import Emitter
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 VERSION = "11.4.0.106"
 MAGIC = "plan of the stand-in"
@@ -235,7 +237,8 @@ class Context:
                 assert not symbol or sizes.setdefault(symbol, size) == size, (tensor.name, symbol)
         # Copies, because the interpreter works in place: results must arrive by way of the outputs' addresses.
         feeds = {tensor.name: self.memory_of(tensor, self.shapes[tensor.name]).clone() for tensor in engine.inputs}
-        plugins = Resolver(engine.plugins, stand_in.pools)
+        longest = engine.profiles[self.profile].get_shape("input_ids")[2][1]
+        plugins = Resolver(engine.plugins, stand_in.pools, longest)
         interpreter = Interpreter(stand_in.rtx, engine.network, plugins, stand_in.exchange)
         results = interpreter.run(feeds)
         for name in (tensor.name for tensor in engine.outputs):
@@ -252,11 +255,17 @@ class Context:
 
 
 class Resolver:
-    """What the plugin layers that the network was cut at would have computed."""
+    """What the plugin layers that the network was cut at would have computed.
 
-    def __init__(self, plugins: RecordedPlugins, pools: dict[str, Pool]) -> None:
+    longest: T of the longest steps of the profile at hand, for which its kernels are compiled, whatever a step brings.
+    """
+
+    #: Inputs ``[rows, T, ...]`` of the layers that treat short and long steps differently.
+    TOKENS = {"mamba2": ("xbc", "dt"), "gated_delta": ("qkv", "a", "b"), "kda": ("qkv", "f", "b")}
+
+    def __init__(self, plugins: RecordedPlugins, pools: dict[str, Pool], longest: int) -> None:
         self.calls = {outputs[0].name: (kind, a, inputs) for kind, a, inputs, outputs in plugins.calls}
-        self.pools = pools
+        self.pools, self.longest = pools, min(longest, MAX_VERIFY_TOKENS + 1)
 
     def __call__(self, interpreter: Interpreter, name: str) -> Tensor:
         kind, attributes, inputs = self.calls[name]
@@ -264,7 +273,12 @@ class Resolver:
         for key, tensor in inputs.items():
             if tensor.name in self.pools:
                 values[key] = logical(values[key], self.pools[tensor.name])
-        return REFERENCES[kind](attributes, values)
+        if kind not in self.TOKENS:
+            return REFERENCES[kind](attributes, values)
+        given = values[self.TOKENS[kind][0]].shape[1]
+        for key in self.TOKENS[kind]:
+            values[key] = pad(values[key], (0, 0, 0, max(0, self.longest - given)))
+        return REFERENCES[kind](attributes, values)[:, :given]
 
 
 #: Interfaces that the stand-ins' public members must be members of.
