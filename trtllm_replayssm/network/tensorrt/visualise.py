@@ -24,6 +24,7 @@ TYPE_NAMES = {
     torch.bfloat16: "BFLOAT16",
     torch.int32: "INT32",
     torch.int64: "INT64",
+    torch.int8: "INT8",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "FLOAT8E4M3FN",
     torch.float4_e2m1fn_x2: "FLOAT4E2M1",
