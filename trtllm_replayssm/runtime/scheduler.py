@@ -32,7 +32,8 @@ from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
 from trtllm_replayssm.runtime.session import Session
-from trtllm_replayssm.runtime.speculation.drafter import Context, Draft, Drafter, Kept, draft_room
+from trtllm_replayssm.runtime.speculation.drafter import Drafter, Kept, draft_room
+from trtllm_replayssm.runtime.speculation.drafting import drafts_for, kept_by
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class Scheduler:
             raise error
         log.debug("a step failed", exc_info=error)
         for job in jobs:
-            if self.jobs.get(job.request.request_id) is job:
+            if self.lives(job):
                 self.forget(job)
                 self.updates.append(Update(job.request.request_id, [], "", error=error))
 
@@ -199,7 +200,7 @@ class Scheduler:
             if expired:
                 self.settle_all()
             for job in expired:
-                if job.slot is not None and self.running.get(job.slot) is job:
+                if job.slot is not None and self.lives(job):
                     self.take_out(job.slot)
         for slot in range(self.session.max_batch_size):
             if slot not in self.running and self.waiting:
@@ -245,23 +246,7 @@ class Scheduler:
 
     def decode(self, jobs: Mapping[int, Job]) -> Flight:
         """One token, or one verification of drafts, for requests that are through their prompt."""
-        return self.launcher.decode(jobs, self.drafts(jobs))
-
-    def drafts(self, jobs: Mapping[int, Job]) -> dict[int, Draft]:
-        """A draft for each slot, empty where there is none: the caller's while it is right, the drafter's otherwise.
-
-        The last token of a request needs no draft.
-        """
-        given, contexts, longest = {}, {}, self.session.replay.max_draft_len
-        for slot, job in jobs.items():
-            request, room = job.request, job.remaining - 1
-            limit = 0 if job.draft_length is None else min(job.draft_length.value, room)
-            if own := request.next_drafts(min(longest, room)):
-                given[slot] = Draft(own)
-            elif limit > 0:
-                contexts[slot] = Context(request.history, request.params, limit)
-        found = self.drafter.propose(contexts) if self.drafter is not None and contexts else {}
-        return {slot: given.get(slot) or found.get(slot, Draft()) for slot in jobs}
+        return self.launcher.decode(jobs, drafts_for(jobs, self.drafter, self.session.replay.max_draft_len))
 
     # ---- what steps brought ------------------------------------------------------------------------------------------
 
@@ -279,7 +264,8 @@ class Scheduler:
                 if self.lives(flight.jobs[slot]):
                     self.hand_out(flight, slot, new)
             if self.drafter is not None:
-                self.observe(self.drafter, flight, tokens)
+                read = [slot for slot, job in flight.jobs.items() if self.lives(job)]
+                self.drafter.observe(kept_by(flight, read, tokens, self.session.hidden))
         except Exception as error:
             self.end_all(flight.jobs.values(), error)
 
@@ -306,13 +292,3 @@ class Scheduler:
             return
         output = None if request.finish_reason is None else request.output()
         self.updates.append(Update(request.request_id, request.tokens[before:], text, output))
-
-    def observe(self, drafter: Drafter, flight: Flight, tokens: Mapping[int, Sequence[int]]) -> None:
-        kept = {}
-        for slot, job in flight.jobs.items():
-            if self.lives(job):
-                behind = [*flight.behind[slot], *tokens.get(slot, ())]
-                hidden = self.session.hidden[slot - flight.first, : len(behind)]
-                kept[slot] = Kept(flight.starts[slot], hidden, behind)
-        if kept:
-            drafter.observe(kept)
