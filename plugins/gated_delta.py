@@ -23,6 +23,7 @@ Per value head, which reads key head ``i // (Hv/Hk)``, in float32 (Gated DeltaNe
     S = exp(g) S;  u = beta (v - S k);  S = S + u k^T;  o = S q
 
 ``read_dtype`` adds a narrow copy of the state for outputs (plugins/read_copy.py); only an exact fold may have one.
+A state of 8 bits has a pool ``state_scale`` [slots, Hv, V] behind these (plugins/quantised_state.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.quantised_state import scale_pools
 from trtllm_replayssm.plugins.read_copy import copy_pools
 from trtllm_replayssm.replay import ReadDtype
 
@@ -62,4 +64,4 @@ class GatedDeltaAttributes:
             "ring_g": Pool((hv, r), torch.float32, "ring"),
             "ring_beta": Pool((hv, r), torch.float32, "ring"),
         }
-        return pools | copy_pools(self.read_dtype, hv, v, k)
+        return pools | scale_pools(state, hv, v) | copy_pools(self.read_dtype, hv, v, k)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.plugins.quantised_state import SCALE
 
 PluginImpl = Literal["auto", "reference", "cuda"]
 
@@ -56,7 +57,7 @@ def reference() -> Implementation:
 
 
 #: Layers whose CUDA kernels know no read copy (plugins/read_copy.py).
-WITHOUT_READ_COPY = frozenset({"mamba2", "gated_delta", "kda"})
+WITHOUT_READ_COPY = frozenset({"mamba2"})
 
 
 def check_read_copy(layer: str, attributes: Any) -> None:
@@ -80,16 +81,39 @@ def checked(layer: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def by_state(plain: Callable[..., Any], quantised: Callable[..., Any], pools_at: int = -1) -> Callable[..., Any]:
+    """``plain``, or ``quantised`` where the pools, an argument of both, have a quantised state (plugins/quantised_state.py)."""
+
+    def run(*arguments: Any) -> Any:
+        return (quantised if SCALE in arguments[pools_at] else plain)(*arguments)
+
+    return run
+
+
+def without_quantised_state(layer: str) -> Callable[..., Any]:
+    """Stands for kernels that do not exist; raises EngineError when it is called."""
+
+    def refuse(*_: Any) -> Any:
+        raise EngineError(
+            f"the CUDA kernels of {layer} layers have no quantised states",
+            "use --plugin_impl reference, or build with --state_dtype float16",
+        )
+
+    return refuse
+
+
 @lru_cache
 def cuda() -> Implementation:
     from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
+    from trtllm_replayssm.plugins.device import mamba2_quantised as quantised
 
     return Implementation(
         "cuda",
         advance.advance,
         causal_conv.causal_conv,
-        checked("mamba2", mamba2.mamba2),
-        checked("gated_delta", gated_delta.gated_delta),
-        checked("kda", kda.kda),
-        materialise.materialise,
+        by_state(checked("mamba2", mamba2.mamba2), quantised.mamba2),
+        by_state(checked("gated_delta", gated_delta.gated_delta), without_quantised_state("gated_delta")),
+        by_state(checked("kda", kda.kda), without_quantised_state("kda")),
+        # Only Mamba-2 layers come as far as a snapshot with such a state.
+        by_state(materialise.materialise, quantised.materialise, pools_at=1),
     )

@@ -22,6 +22,7 @@ As ``gated_delta`` with ``S = S diag(exp(g))`` and one of two gates (Kimi Linear
     bounded:   g = lower_bound sigmoid(exp(A_log) (f + dt_bias)),   lower_bound < 0
 
 ``read_dtype`` adds a narrow copy of the state for outputs (plugins/read_copy.py); only an exact fold may have one.
+A state of 8 bits has a pool ``state_scale`` [slots, H, V] behind these (plugins/quantised_state.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.quantised_state import scale_pools
 from trtllm_replayssm.plugins.read_copy import copy_pools
 from trtllm_replayssm.replay import ReadDtype
 
@@ -57,4 +59,4 @@ class KdaAttributes:
             "ring_g": Pool((h, r, k), torch.float32, "ring"),
             "ring_beta": Pool((h, r), torch.float32, "ring"),
         }
-        return pools | copy_pools(self.read_dtype, h, v, k)
+        return pools | scale_pools(state, h, v) | copy_pools(self.read_dtype, h, v, k)

@@ -23,7 +23,8 @@ Per head h of group ``h // (H/G)``, in float32 (Mamba-2, arXiv 2405.21060, secti
 
 With ``stochastic_rounding`` a 16-bit state is rounded at random when it is written (plugins/rounding.py), so that it is
 right on average; otherwise to the nearest. ``read_dtype`` adds a narrow copy of the state for outputs, rounded to the nearest
-in any case (plugins/read_copy.py).
+in any case (plugins/read_copy.py). A state of 8 bits has a pool ``state_scale`` [slots, H, P] behind these
+(plugins/quantised_state.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.quantised_state import scale_pools
 from trtllm_replayssm.plugins.read_copy import copy_pools
 from trtllm_replayssm.replay import ReadDtype
 
@@ -62,4 +64,4 @@ class Mamba2Attributes:
             "ring_b": Pool((g, r, n), ring, "ring"),
             "ring_dt": Pool((h, r), torch.float32, "ring"),
         }
-        return pools | copy_pools(self.read_dtype, h, p, n)
+        return pools | scale_pools(state, h, p) | copy_pools(self.read_dtype, h, p, n)

@@ -66,9 +66,11 @@ def released_kernels() -> list[Kernel]:
         gated_delta,
         kda,
         mamba2,
+        mamba2_quantised,
         materialise,
         norms,
     )
 
-    modules = (advance, causal_conv, mamba2, gated_delta, kda, materialise, norms, elementwise, experts, attention)
+    recurrent = (mamba2, mamba2_quantised, gated_delta, kda, materialise)
+    modules = (advance, causal_conv, *recurrent, norms, elementwise, experts, attention)
     return [kernel for module in modules for kernel in module.variants()]

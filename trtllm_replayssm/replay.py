@@ -12,6 +12,10 @@ MAX_VERIFY_TOKENS = 16
 
 Fold = Literal["exact", "derived"]
 ReadDtype = Literal["same", "fp8", "nvfp4"]
+Rounding = Literal["nearest", "stochastic"]
+
+#: dtypes of a checkpoint: floating point, and quantised with scales.
+FLOAT_STATES, QUANTISED_STATES = ("float32", "bfloat16", "float16"), ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,11 @@ class ReplayConfig:
     window: committed tokens a request may hold in its ring before they are folded into the checkpoint; 1 rewrites
         the state at every step, like an ordinary engine.
     max_draft_len: most draft tokens verified in one step; 0 for plain decoding.
-    state_dtype: dtype of the checkpoint, ``float32``, ``bfloat16`` or ``float16``. The recurrence itself is always
-        computed in float32.
+    state_dtype: dtype of the checkpoint, ``float32``, ``bfloat16`` or ``float16``, or ``int8`` or ``fp8`` with a scale for
+        each row (plugins/quantised_state.py). The recurrence itself is always computed in float32.
+    state_rounding: how a 16-bit checkpoint of a Mamba-2 layer is rounded: to the ``nearest``, or ``stochastic``
+        (plugins/rounding.py).
+    force_quantised_state: let delta-rule layers have an 8-bit checkpoint, too, whose rounding feeds back into their updates.
     ring_dtype: dtype of the ring's activations (Mamba-2 ``x`` and ``B``; delta-rule ``k`` and ``v``, or ``u``).
         ``auto`` is the activation dtype, which loses nothing; for derived ``u`` it is float16 in 16-bit models,
         because float16 keeps eight times more of ``u`` than bfloat16. Gates, time steps and beta are float32.
@@ -41,6 +48,8 @@ class ReplayConfig:
     ring_dtype: str = "auto"
     fold: Fold = "exact"
     state_read_dtype: ReadDtype = "same"
+    state_rounding: Rounding = "nearest"
+    force_quantised_state: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= 64:
@@ -55,8 +64,10 @@ class ReplayConfig:
                 f"replay_window {self.window} is shorter than a verify step of {self.verify_tokens} tokens",
                 f"set --replay_window to {self.verify_tokens} or more, or lower --max_draft_len",
             )
-        if self.state_dtype not in ("float32", "bfloat16", "float16"):
-            raise UserError(f"state_dtype {self.state_dtype!r} is not known", "use float32, bfloat16 or float16")
+        if self.state_dtype not in FLOAT_STATES + QUANTISED_STATES:
+            raise UserError(
+                f"state_dtype {self.state_dtype!r} is not known", f"use {', '.join(FLOAT_STATES + QUANTISED_STATES)}"
+            )
         if self.ring_dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise UserError(f"ring_dtype {self.ring_dtype!r} is not known", "use auto, float32, bfloat16 or float16")
         if self.fold not in ("exact", "derived"):
@@ -68,6 +79,24 @@ class ReplayConfig:
                 f"replay_fold derived does not go with state_read_dtype {self.state_read_dtype}",
                 "stored updates that were computed from a rounded copy would stay in the state; use --replay_fold exact",
             )
+
+        if self.quantised_state and self.state_read_dtype != "same":
+            raise UserError(
+                f"state_dtype {self.state_dtype} does not go with state_read_dtype {self.state_read_dtype}",
+                "a read copy is for a checkpoint that is more exact than it",
+            )
+        if self.state_rounding not in get_args(Rounding):
+            raise UserError(f"state_rounding {self.state_rounding!r} is not known", "use nearest or stochastic")
+        if self.state_rounding == "stochastic" and self.state_dtype not in ("bfloat16", "float16"):
+            raise UserError(
+                f"state_rounding stochastic does not go with state_dtype {self.state_dtype}",
+                "16-bit states can be rounded at random: --state_dtype float16 or bfloat16",
+            )
+
+    @property
+    def quantised_state(self) -> bool:
+        """Whether the checkpoint has 8-bit codes with scales."""
+        return self.state_dtype in QUANTISED_STATES
 
     @property
     def verify_tokens(self) -> int:

@@ -30,7 +30,7 @@ class StateOptions:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        return getattr(torch, self.replay.state_dtype)
+        return torch.float8_e4m3fn if self.replay.state_dtype == "fp8" else getattr(torch, self.replay.state_dtype)
 
     def ring_dtype(self, derived: bool = False) -> torch.dtype:
         """dtype of the ring's activations; ``derived`` asks for stored updates u rather than raw inputs."""

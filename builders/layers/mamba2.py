@@ -23,6 +23,7 @@ class Mamba2(Recurrent):
 
     kind = "mamba2"
     state_names = ("state", "ring_x", "ring_b", "ring_dt")
+    feeds_back = False
 
     num_heads: int
     head_dim: int
@@ -95,6 +96,7 @@ class Mamba2(Recurrent):
             ring_rows=replay.ring_rows,
             dt_min=self.dt_min,
             dt_max=self.dt_max,
+            stochastic_rounding=replay.state_rounding == "stochastic",
             read_dtype=replay.state_read_dtype,
         )
 

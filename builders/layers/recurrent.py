@@ -6,12 +6,14 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions
+from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.network.base import Network, Tensor
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.quantised_state import SCALE
 from trtllm_replayssm.plugins.read_copy import copy_names
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -19,11 +21,12 @@ from trtllm_replayssm.replay import ReplayConfig
 class Recurrent(Layer):
     """A mixer whose plugin layer keeps the pools ``state_names`` and those of the read copy.
 
-    conv_kernel: taps of the convolution.
+    conv_kernel: taps of the convolution. feeds_back: what is read from the state goes into its updates, as in the delta rule.
     """
 
     conv_kernel: int
     state_names: ClassVar[tuple[str, ...]]
+    feeds_back: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -38,10 +41,23 @@ class Recurrent(Layer):
         return CausalConvAttributes.create(self.conv_channels, self.conv_kernel, replay)
 
     def pools(self, options: StateOptions) -> dict[str, Pool]:
+        self.check_state(options.replay)
         attributes = self.attributes(options.replay)
         ring = options.ring_dtype(getattr(attributes, "derived_fold", False))
         recurrent = attributes.pools(options.activation, options.state_dtype, ring)
         return recurrent | self.conv_attributes(options.replay).pools(options.activation)
+
+    def check_state(self, replay: ReplayConfig) -> None:
+        """Raises UserError for a state whose errors would feed back into the layer's updates."""
+        if not self.feeds_back:
+            return
+        if replay.state_rounding == "stochastic":
+            raise UserError(f"state_rounding stochastic is for Mamba-2 layers; this model has {self.kind} layers")
+        if replay.quantised_state and not replay.force_quantised_state:
+            raise UserError(
+                f"a {replay.state_dtype} state feeds its rounding back into the updates of {self.kind} layers",
+                "use --state_dtype float16 or a --state_read_dtype, or force it with --force_quantised_state",
+            )
 
     def convolved(self, net: Network, name: str, x: Tensor, replay: ReplayConfig, bias: bool = False) -> Tensor:
         """x ``[rows, T, conv_channels]`` after convolution and SiLU."""
@@ -51,4 +67,6 @@ class Recurrent(Layer):
 
     def state(self, net: Network, name: str, replay: ReplayConfig) -> dict[str, Tensor]:
         """The plugin layer's pools by their short names."""
-        return {pool: net.pool(f"{name}.{pool}") for pool in (*self.state_names, *copy_names(replay.state_read_dtype))}
+        scales = (SCALE,) if replay.quantised_state else ()
+        names = (*self.state_names, *scales, *copy_names(replay.state_read_dtype))
+        return {pool: net.pool(f"{name}.{pool}") for pool in names}

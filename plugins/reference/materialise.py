@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.materialise import check_prefix
+from trtllm_replayssm.plugins.reference.quantised_state import store_states
 from trtllm_replayssm.plugins.reference.read_copy import write_copy
 from trtllm_replayssm.plugins.reference.replay import Recurrence, replay_history
 
@@ -21,5 +22,6 @@ def materialise(
     check_prefix(source, destination, folded, prefix_len)
     state = pools["state"]
     slots, start, until = (torch.tensor([value], device=state.device) for value in (source, folded, prefix_len))
-    state[destination] = replay_history(recurrence, pools, slots, start, until)[0].to(state.dtype)
-    write_copy(pools, torch.tensor([destination], device=state.device))
+    written = torch.tensor([destination], device=state.device)
+    store_states(pools, written, replay_history(recurrence, pools, slots, start, until))
+    write_copy(pools, written)

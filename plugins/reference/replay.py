@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.read_copy import read_dtype_of
+from trtllm_replayssm.plugins.reference.quantised_state import store_states, stored_states
 from trtllm_replayssm.plugins.reference.read_copy import read_copy, write_copy
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
@@ -74,7 +75,7 @@ def add_outer(state: Tensor, u: Tensor, x: Tensor) -> None:
 def load_state(pools: dict[str, Tensor], slots: Tensor, folded: Tensor, copied: bool = False) -> Tensor:
     """The checkpoints of ``slots``, or their read copies; zero, whatever the pools hold, where nothing was folded yet."""
     state, slots = pools["state"], slots.clamp(min=0)
-    loaded = read_copy(pools, slots) if copied else state[slots]
+    loaded = read_copy(pools, slots) if copied else stored_states(pools, slots)
     return keep(folded > 0, loaded.to(compute_dtype(state))).contiguous()
 
 
@@ -131,7 +132,7 @@ def replay_step(
     pools: ``state [slots, heads, ...]``, ``ring_<name> [slots, heads, ring_rows, ...]`` and those of the read copy where the
         layer has one, changed in place.
     rounded: makes states ``[rows, heads, ...]`` with their step info ``[rows, STEP_WORDS]`` fit the checkpoint's dtype;
-        by default they are rounded to the nearest.
+        by default they are rounded to the nearest, or quantised.
     Returns ``[rows, T, heads, value_dim]`` in the compute dtype, zero for padding rows and tokens.
     """
     columns = step.long().unbind(1)
@@ -153,7 +154,7 @@ def replay_step(
         rows = where.nonzero(as_tuple=True)[0]
         if len(rows):
             kept = state[rows] if rounded is None else rounded(state[rows], step[rows])
-            pools["state"][slots[rows]] = kept.to(pools["state"].dtype)
+            store_states(pools, slots[rows], kept)
             write_copy(pools, slots[rows])
 
     fold(flushes)

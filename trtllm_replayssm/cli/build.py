@@ -162,6 +162,8 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
         state_read_dtype=args.state_read_dtype,
         ring_dtype=args.ring_dtype,
         replay_fold=args.replay_fold,
+        state_rounding=args.state_rounding,
+        force_quantised_state=args.force_quantised_state,
         opt_num_tokens=args.opt_num_tokens,
         gather_context_logits=args.gather_context_logits,
         aliased_state=args.aliased_state,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.replay import Fold, ReadDtype, ReplayConfig
+from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES, Fold, ReadDtype, ReplayConfig, Rounding
 
 
 def path_argument(text: str) -> Path:
@@ -42,7 +42,24 @@ def add_replay_arguments(parser: argparse.ArgumentParser, overriding: bool = Fal
         "most draft tokens that one step verifies, 0 to 15; 0 is plain decoding",
         type=int,
     )
-    add("--state_dtype", defaults.state_dtype, "dtype of the recurrent state", choices=FLOAT_DTYPES)
+    add(
+        "--state_dtype",
+        defaults.state_dtype,
+        "dtype of the recurrent state; int8 and fp8 have a scale for each row, and lose more the longer a request is",
+        choices=FLOAT_STATES + QUANTISED_STATES,
+    )
+    add(
+        "--state_rounding",
+        defaults.state_rounding,
+        "how Mamba-2 layers round a 16-bit state: to the nearest value, or at random, right on average",
+        choices=get_args(Rounding),
+    )
+    add(
+        "--force_quantised_state",
+        defaults.force_quantised_state,
+        "let delta-rule layers have an int8 or fp8 state, too; their updates feed its rounding back",
+        action="store_true",
+    )
     add(
         "--state_read_dtype",
         defaults.state_read_dtype,
@@ -72,6 +89,8 @@ def replay_config(args: argparse.Namespace, base: ReplayConfig | None = None) ->
         "state_read_dtype": args.state_read_dtype,
         "ring_dtype": args.ring_dtype,
         "fold": args.replay_fold,
+        "state_rounding": args.state_rounding,
+        "force_quantised_state": args.force_quantised_state,
     }
     return replace(base or ReplayConfig(), **{name: value for name, value in options.items() if value is not None})
 

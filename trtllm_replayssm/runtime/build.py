@@ -13,7 +13,7 @@ from pathlib import Path
 from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.staging import check_folders, check_space, own_config, staged_folder
-from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.tensorrt.options import Report
 from trtllm_replayssm.runtime.engine_config import DEFAULT_MAX_SEQ_LEN, BuildOptions, EngineConfig, engine_file
 from trtllm_replayssm.runtime.files import check_writable
@@ -98,12 +98,17 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
         log.warning("max_seq_len %d is more than the %d tokens the model was trained for", max_seq_len, trained)
     checkpoint = replace(checkpoint, replay=options.replay(checkpoint.replay))
     checkpoint.check_replay()
+    flavour = decided(options).engine_flavour
+    if flavour == "tensorrt" and checkpoint.replay.quantised_state:
+        raise EngineError(
+            f"TensorRT engines have no {checkpoint.replay.state_dtype} states", "build with --engine_flavour embedded"
+        )
     return EngineConfig(
         checkpoint=checkpoint,
         max_batch_size=options.max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=options.max_num_tokens,
-        engine_flavour=decided(options).engine_flavour,
+        engine_flavour=flavour,
     )
 
 

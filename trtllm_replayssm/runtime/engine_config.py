@@ -40,8 +40,8 @@ class BuildOptions:
         DEFAULT_MAX_SEQ_LEN.
     max_num_tokens: most tokens of all requests in one prefill step.
     engine_flavour: one of FLAVOURS, or auto.
-    replay_window, max_draft_len, state_dtype, state_read_dtype, ring_dtype, replay_fold: instead of the checkpoint's
-        (replay.ReplayConfig).
+    replay_window, max_draft_len, state_dtype, state_read_dtype, ring_dtype, replay_fold, state_rounding,
+        force_quantised_state: instead of the checkpoint's (replay.ReplayConfig).
     Of the flavour tensorrt only: opt_num_tokens, the tokens of a prefill step that its kernels are chosen for; None for
         EngineConfig.prefill_chunk. gather_context_logits: a prefill can give every token's logits. aliased_state: tell
         TensorRT which pools are one memory, in and out. debug_plugins: have it call Python for every plugin layer. plan: what
@@ -58,6 +58,8 @@ class BuildOptions:
     state_read_dtype: str | None = None
     ring_dtype: str | None = None
     replay_fold: str | None = None
+    state_rounding: str | None = None
+    force_quantised_state: bool | None = None
     opt_num_tokens: int | None = None
     gather_context_logits: bool = False
     aliased_state: bool = False
@@ -87,6 +89,8 @@ class BuildOptions:
             "state_read_dtype": self.state_read_dtype,
             "ring_dtype": self.ring_dtype,
             "fold": self.replay_fold,
+            "state_rounding": self.state_rounding,
+            "force_quantised_state": self.force_quantised_state,
         }
         return replace(checkpoint, **{name: value for name, value in given.items() if value is not None})
 
