@@ -11,20 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Largest values of the formats, and how many elements share an NVFP4 block scale.
-E4M3_MAX, E2M1_MAX, INT8_MAX, NVFP4_BLOCK = 448.0, 6.0, 127.0, 16
+from trtllm_replayssm.plugins.read_copy import E4M3_MAX
+from trtllm_replayssm.plugins.reference.read_copy import dequantise, quantise
+
+INT8_MAX = 127.0
 
 
 def e4m3(x: Tensor) -> Tensor:
     """Rounded to E4M3; what lies beyond its range becomes its largest value."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-
-
-def e2m1(x: Tensor) -> Tensor:
-    """Rounded to E2M1, whose values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs."""
-    size = x.abs()
-    spacing = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return ((x / spacing).round() * spacing).clamp(-E2M1_MAX, E2M1_MAX)
 
 
 def divided(x: Tensor, scale: Tensor) -> Tensor:
@@ -45,15 +40,8 @@ def int8(state: Tensor) -> Tensor:
 
 
 def nvfp4(state: Tensor) -> Tensor:
-    """E2M1 in blocks of 16 along K, an E4M3 scale for each block, and a float32 scale for the head.
-
-    K must be a multiple of 16.
-    """
-    blocks = state.unflatten(-1, (-1, NVFP4_BLOCK))
-    largest = blocks.abs().amax(-1, keepdim=True)
-    head = largest.amax((-3, -2, -1), keepdim=True) / (E2M1_MAX * E4M3_MAX)
-    scale = e4m3(divided(largest / E2M1_MAX, head)) * head
-    return (e2m1(divided(blocks, scale)) * scale).flatten(-2)
+    """As a read copy holds it (plugins/read_copy.py); K must be a multiple of 16."""
+    return dequantise(quantise(state, "nvfp4"))
 
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": fp8, "int8": int8, "nvfp4": nvfp4}

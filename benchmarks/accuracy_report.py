@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 #: What low precision could be and is not: no option of this version makes such an engine, so no row is one.
 MISSING = (
-    ("fp8 and nvfp4 read copies as an engine option", "emulated rows only: no kernel writes or reads a copy"),
     ("int8, fp8 and nvfp4 states as an engine option", "emulated rows only: engines keep 32- or 16-bit states"),
     ("16-bit states rounded at random", "the Mamba-2 recurrence can, but no engine option asks for it"),
 )

@@ -1,8 +1,8 @@
 """The ways to keep a recurrent state whose accuracy is compared.
 
-Most are options of an engine. 8- and 4-bit states are emulated around the engine's own recurrence, whichever computes it: the
-state in memory stays float32 and holds only values of the format. Emulated variants say what a format loses; they have no
-kernel, and no speed.
+Most are options of an engine. 8- and 4-bit states as the only copy are emulated around the engine's own recurrence, whichever
+computes it: the state in memory stays float32 and holds only values of the format. Emulated variants say what a format loses;
+they have no kernel, and no speed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.accuracy_formats import FORMATS
 from trtllm_replayssm.bench.decode import with_replay
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
+from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.implementation import Implementation
 from trtllm_replayssm.replay import ReplayConfig
@@ -75,8 +76,19 @@ def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
     for name, quantise in FORMATS.items():
         yield Variant(f"{name} single copy, standard", plain, single_copy(quantise))
         yield Variant(f"{name} single copy, window {USUAL_WINDOW}", usual, single_copy(quantise))
-    for name in ("fp8", "nvfp4"):
-        yield Variant(f"{name} read copy, window {USUAL_WINDOW}", usual, read_copy(FORMATS[name]))
+    for read_dtype in ("fp8", "nvfp4"):
+        copied = replace(usual, state_read_dtype=read_dtype)
+        if suits(engine, copied):
+            yield Variant(f"{read_dtype} read copy, window {USUAL_WINDOW}", copied)
+
+
+def suits(engine: Engine, replay: ReplayConfig) -> bool:
+    """Whether the model's layers can have these options."""
+    try:
+        replace(engine.config.checkpoint, replay=replay).check_replay()
+    except UserError:
+        return False
+    return True
 
 
 def single_copy(quantise: Quantise) -> Callable[[Layer], Layer]:
@@ -87,23 +99,6 @@ def single_copy(quantise: Quantise) -> Callable[[Layer], Layer]:
             *_, step, pools = arguments
             outputs, state = inner(*arguments), pools["state"]
             state.copy_(torch.where(written(step, state), quantise(state), state))
-            return outputs
-
-        return layer
-
-    return around
-
-
-def read_copy(quantise: Quantise) -> Callable[[Layer], Layer]:
-    """Outputs read a quantised copy of the checkpoint and the exact ring; folds read the checkpoint and the ring."""
-
-    def around(inner: Layer) -> Layer:
-        def layer(*arguments: Any) -> Tensor:
-            *inputs, step, pools = arguments
-            copies = {name: pool.clone() for name, pool in pools.items()}
-            copies["state"].copy_(quantise(pools["state"]))
-            outputs = inner(*inputs, step, copies)
-            inner(*arguments)
             return outputs
 
         return layer

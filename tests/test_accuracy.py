@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks import accuracy
-from benchmarks.accuracy_formats import FORMATS, e2m1, e4m3
+from benchmarks.accuracy_formats import FORMATS, e4m3
 from benchmarks.accuracy_report import MISSING
-from benchmarks.accuracy_variants import BASELINE, Variant, read_copy, single_copy, variants, written
+from benchmarks.accuracy_variants import BASELINE, Variant, single_copy, suits, variants, written
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.errors import UserError
@@ -45,22 +46,14 @@ def nearest(x: float, values: list[float]) -> float:
     return math.copysign(values[place], x)
 
 
-@pytest.mark.parametrize(
-    ("rounded", "values"),
-    [
-        (e2m1, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
-        (
-            e4m3,
-            [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1],
-        ),
-    ],
-)
-def test_numbers_round_to_the_nearest_value_of_the_format(rounded: Any, values: list[float]) -> None:
+def test_numbers_round_to_the_nearest_value_of_e4m3() -> None:
+    normal = [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)]
+    values = [m / 8 * 2.0**-6 for m in range(8)] + normal[:-1]
     middles = [(a + b) / 2 for a, b in pairwise(values)]
     points = [p for middle in middles for p in (middle, middle * (1 + 1e-6), middle * (1 - 1e-6))]
     points += [*values, 2 * values[-1], 1e30, 0.3, 2.9]
     points += [-p for p in points]
-    assert rounded(torch.tensor(points)).tolist() == [nearest(p, values) for p in torch.tensor(points).tolist()]
+    assert e4m3(torch.tensor(points)).tolist() == [nearest(p, values) for p in torch.tensor(points).tolist()]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -127,7 +120,12 @@ def test_variants_differ_as_their_precision_says(made: Made) -> None:
     for window in ("standard", "window 16"):
         assert drift(f"nvfp4 single copy, {window}") > drift(f"fp8 single copy, {window}") > drift(f"float16, {window}")
         assert results[f"int8 single copy, {window}"].emulated and drift(f"int8 single copy, {window}") > 1e-5
-    assert drift("nvfp4 read copy, window 16") > drift("fp8 read copy, window 16") > 1e-5
+    reads = {name for name in results if "read copy" in name}
+    for read_dtype in ("fp8", "nvfp4"):
+        fits = suits(made.engine, ReplayConfig(window=16, state_read_dtype=read_dtype))
+        assert (f"{read_dtype} read copy, window 16" in reads) == fits
+    assert all(drift(name) > 1e-5 and not results[name].emulated for name in reads)
+    assert "nvfp4 read copy, window 16" in reads
     derived = [name for name in results if "derived" in name]
     assert len(derived) == (0 if made.checkpoint.name == "nemotron_h" else 3)
     if derived:
@@ -148,7 +146,7 @@ def first_state(made: Made, variant: Variant) -> tuple[Tensor, Tensor]:
 def test_a_read_copy_never_enters_the_checkpoint(made: Made) -> None:
     usual = ReplayConfig(window=16)
     state, bits = first_state(made, Variant("plain", usual))
-    read_state, read_bits = first_state(made, Variant("read", usual, read_copy(FORMATS["nvfp4"])))
+    read_state, read_bits = first_state(made, Variant("read", replace(usual, state_read_dtype="nvfp4")))
     assert torch.equal(state, read_state) and not torch.equal(bits, read_bits)
 
 
@@ -183,11 +181,15 @@ def command(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: s
 
 def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib")
-    assert command(one, tmp_path, monkeypatch, "--only", "bfloat16", "read") == 0
+    assert command(one, tmp_path, monkeypatch, "--only", "bfloat16", "read", "int8") == 0
     name, folder = one.checkpoint.name, tmp_path / "out"
     report = json.loads((folder / f"{name}.json").read_text())
     names = [result["name"] for result in report["results"]]
-    assert names[0] == BASELINE and len(names) > 3 and all("bfloat16" in n or "read" in n for n in names[1:])
+    assert (
+        names[0] == BASELINE
+        and len(names) > 3
+        and all(any(w in n for w in ("bfloat16", "read", "int8")) for n in names[1:])
+    )
     assert report["about"]["bytes_per_token"] == 1.0 and report["segments"][-1] == 19
     text = (folder / f"{name}.md").read_text()
     assert len([line for line in text.splitlines() if line.startswith("|")]) == len(names) + 2
