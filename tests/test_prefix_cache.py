@@ -163,20 +163,37 @@ def test_what_does_not_fit_at_all_is_left_out(engine: Engine) -> None:
         PrefixCache(made.session, 1 << 60)
 
 
+def no_gpu_memory(slot: int) -> None:
+    raise torch.OutOfMemoryError("full")
+
+
+def no_cpu_memory(slot: int) -> None:
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("full", [no_gpu_memory, no_cpu_memory])
 def test_a_device_without_memory_loses_the_cache_and_no_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, full: Any
 ) -> None:
     made, cache = caching(engine)
     ask(made, [5] * 20)
     assert cache.nbytes > 0
-
-    def full(slot: int) -> None:
-        raise torch.OutOfMemoryError("full")
-
     monkeypatch.setattr(made.session, "slot_cursors", full)
     asked = ask(made, [6] * 20)
     assert asked.tokens == alone(engine, 0, asked.prompt, max_tokens=6).tokens
     assert cache.nbytes == held_bytes(cache) == 0
+
+
+def test_other_faults_of_the_cache_are_not_hidden(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = caching(engine)
+
+    def broken(slot: int) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(made.session, "slot_cursors", broken)
+    made.submit(request(engine, 0, [6] * 20, max_tokens=6))
+    (ended,) = finish(made)
+    assert str(ended.error) == "something else"
 
 
 @pytest.mark.parametrize(("kind", "time_slice"), [("plain", None), ("ngram", 2), ("mtp", 3), ("draft_model", 5)])

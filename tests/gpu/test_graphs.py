@@ -187,6 +187,35 @@ def test_the_scheduler_serves_the_same_text(engine, drafter):
     assert texts[0] == texts[1]
 
 
+def test_the_scheduler_never_stops_the_device(engine):
+    """Whatever its requests ask for, it waits for nothing but the copies of tokens that were chosen a step before."""
+    made = Scheduler(Session(engine))
+    asks = (
+        {},
+        {"temperature": 0.9},
+        {"temperature": 0.9, "top_k": 20},
+        {"logprobs": 2, "return_generation_logits": True},
+    )
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1, "min_tokens": 9}
+    requests = []
+    for i, ask in enumerate((*asks, penalties)):
+        params = SamplingParams(max_tokens=30, seed=i, **ask)
+        requests.append(Request(i, [3 + i] * 5, params, frozenset([7]), None))
+        made.submit(requests[-1])
+    for _ in range(4):
+        made.step()
+    held = [len(request.tokens) for request in requests]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            made.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert any(len(request.tokens) == before + 4 for request, before in zip(requests, held))
+    while made.busy:
+        assert not [update for update in made.step() if update.error]
+
+
 def test_memory_is_free_when_the_session_is_gone(engine):
     used = []
     for _ in range(3):
