@@ -17,7 +17,7 @@ from torch import Tensor
 # Behind everything else: the package is to be found where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import accuracy
+from benchmarks import accuracy, read_copy_error
 from benchmarks.accuracy_formats import FORMATS, e4m3
 from benchmarks.accuracy_report import MISSING
 from benchmarks.accuracy_variants import BASELINE, Variant, single_copy, suits, variants, written
@@ -165,6 +165,19 @@ def test_only_slots_that_fold_are_rewritten() -> None:
     step[:, Step.FOLD_TO] = torch.tensor([9, 4, 7])
     marks = written(step, torch.empty(4, 2, 3, 3))
     assert marks.shape == (4, 1, 1, 1) and marks.flatten().tolist() == [False, False, True, False]
+
+
+def test_errors_of_read_copies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies cost outputs what their format says, and the state nothing."""
+    monkeypatch.setattr(sys, "argv", ["read_copy_error", "--tokens", "96", "--step", "4"])
+    read_copy_error.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [kind for kind in ("mamba2", "gated_delta", "kda") for _ in range(3)]
+    for same, fp8, nvfp4 in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        last = [float(row[3]) for row in (same, fp8, nvfp4)]
+        assert last[0] < 1e-5 < 1e-3 < last[1] < 4e-2
+        assert last[1] < last[2] < 0.15
+        assert same[4] == fp8[4] == nvfp4[4]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

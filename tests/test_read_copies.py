@@ -321,3 +321,28 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         assert found.keys() == expected.keys()
         for name, logits in expected.items():
             torch.testing.assert_close(found[name], logits, rtol=0, atol=2e-3)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@both_formats
+def test_commands_run_on_copies(read_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """generate, with drafts and the prefix cache; and the speed of an engine with random weights."""
+    text_model = replace(ALL_KINDS, vocab_size=synthetic.TEXT_VOCAB_SIZE)
+    options = replace(OPTIONS, state_read_dtype=read_dtype)
+    folder = synthetic.write_engine(tmp_path / "engine", text_model, options, text=True)
+    given = ["generate", "--engine_dir", str(folder), "--input_text", "a copy of a copy of a", "--max_output_len", "20"]
+    outputs = []
+    for more in ([], ["--prefix_cache_gib", "0.1"], ["--speculative_decoding_mode", "ngram"]):
+        assert main([*given, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0]
+    assert outputs[0] == outputs[1]
+    config = Path(__file__).parent / "data" / "configs" / "mamba2_2_7b.json"
+    data = json.loads(config.read_text()) | {"n_layer": 2, "d_model": 256, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    bench = ["bench", "--synthetic_config", str(tmp_path / "config.json"), "--state_read_dtype", read_dtype]
+    sizes = ["--num_requests", "2", "--input_len", "20", "--output_len", "4", "--device", "cpu", "--dtype", "float32"]
+    assert main([*bench, *sizes, "--report_json", str(tmp_path / "report.json")]) == 0
+    assert '"copy"' in (tmp_path / "report.json").read_text()
