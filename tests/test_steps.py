@@ -70,6 +70,31 @@ def test_a_cpu_needs_no_staging() -> None:
     assert Staging(CPU).send(tensor)[0] is tensor
 
 
+def test_a_buffer_is_used_again_when_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host never waits for one: while all are under way, there is another."""
+
+    class Event:
+        ended = True
+
+        def query(self) -> bool:
+            return self.ended
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    staging = Staging(CPU)
+    taken = []
+    for _ in range(3):
+        taken.append(staging.buffer(10))
+        taken[-1][1].ended = False  # type: ignore[attr-defined]
+    assert len({buffer.data_ptr() for buffer, _ in taken}) == 3
+    taken[0][1].ended = True  # type: ignore[attr-defined]
+    buffer, event = staging.buffer(5000)
+    assert event is taken[0][1]
+    assert len(buffer) == 5000
+    assert staging.buffer(1)[1] is event
+
+
 def test_a_tensor_on_its_way_stays_as_it_was() -> None:
     tokens = torch.tensor([1, 2])
     arriving = Arriving(tokens)

@@ -49,7 +49,7 @@ class Launcher:
         """One token, or one verification of drafts, for requests that are through their prompt."""
         starts = {slot: job.position - 1 for slot, job in jobs.items()}
         if any(draft.tokens for draft in drafts.values()):
-            return self.verify(jobs, drafts, starts)
+            return self.verification(jobs, drafts, starts)
         slots = range(min(jobs), max(jobs) + 1)
         lengths = [int(slot in jobs) for slot in slots]
         rows = Rows(slots.start, self.sampler.latest[slots.start : slots.stop], lengths)
@@ -76,14 +76,14 @@ class Launcher:
             job.ahead += 1
         return flight
 
-    def verify(self, jobs: Mapping[int, Job], drafts: Mapping[int, Draft], starts: Mapping[int, int]) -> Flight:
+    def verification(self, jobs: Mapping[int, Job], drafts: Mapping[int, Draft], starts: Mapping[int, int]) -> Flight:
+        """A step that reads the newest token and the draft of each slot, and commits nothing yet."""
         pieces = {slot: [job.request.history[-1], *drafts[slot].tokens] for slot, job in jobs.items()}
         rows = Rows.of(pieces)
         logits = self.run(rows, RowMode.DECODE)
         own, judged = self.sampler.choose(logits, rows.first, jobs, {slot: drafts[slot].tokens for slot in jobs})
-        verification = Verification(drafts, logits, judged)
-        nothing = dict.fromkeys(jobs, ())
-        return Flight(rows.first, True, jobs, jobs, starts, nothing, Arriving(own), verification=verification)
+        nothing, found = dict.fromkeys(jobs, ()), Verification(drafts, logits, judged)
+        return Flight(rows.first, True, jobs, jobs, starts, nothing, Arriving(own), verification=found)
 
     # ---- what a step brought -----------------------------------------------------------------------------------------
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
-#: Copies that may be under way before the host reuses their buffer.
-DEPTH = 8
+#: int32 words of the smallest buffer: most of what is sent fits.
+SMALLEST = 1024
 
 
 class Staging:
     """Sends int32 tensors to a device, several in one copy.
 
-    On a GPU they pass through pinned buffers, each of which is reused once its copy has ended; on a CPU nothing is copied.
+    On a GPU they pass through pinned buffers, each of which is used again when its copy has ended: there are as many as
+    copies were ever under way at the same time. On a CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.buffers: list[Tensor] = []
-        self.events: list[torch.cuda.Event] = []
-        self.turn = 0
+        #: Buffers and the events that their last copies end with, the oldest first.
+        self.used: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def send(self, *tensors: Tensor) -> list[Tensor]:
         """The int32 host tensors on the device."""
@@ -39,11 +41,11 @@ class Staging:
 
     def buffer(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
         """A pinned buffer that no copy reads, and the event that its next copy ends with."""
-        if len(self.buffers) < DEPTH:
-            self.buffers.append(torch.empty(max(size, 1024), dtype=torch.int32, pin_memory=True))
-            self.events.append(torch.cuda.Event())
-        self.turn = (self.turn + 1) % len(self.buffers)
-        self.events[self.turn].synchronize()
-        if self.buffers[self.turn].numel() < size:
-            self.buffers[self.turn] = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        return self.buffers[self.turn][:size], self.events[self.turn]
+        if self.used and self.used[0][1].query():
+            buffer, event = self.used.popleft()
+        else:
+            buffer, event = torch.empty(0, dtype=torch.int32), torch.cuda.Event()
+        if buffer.numel() < size:
+            buffer = torch.empty(max(size, SMALLEST), dtype=torch.int32, pin_memory=True)
+        self.used.append((buffer, event))
+        return buffer[:size], event
