@@ -92,7 +92,8 @@ def test_a_buffer_is_used_again_when_its_copy_has_ended(monkeypatch: pytest.Monk
     buffer, event = staging.buffer(5000)
     assert event is taken[0][1]
     assert len(buffer) == 5000
-    assert staging.buffer(1)[1] is event
+    # The oldest is under way still.
+    assert staging.buffer(1)[1] not in [event for _, event in taken]
 
 
 def test_a_tensor_on_its_way_stays_as_it_was() -> None:
