@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import synthetic
 from trtllm_replayssm.builders.families.registry import find_family
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.plugins.cursors import RowMode
+from trtllm_replayssm.plugins.cursors import Cursor, RowMode
+from trtllm_replayssm.plugins.read_copy import copy_names
+from trtllm_replayssm.plugins.reference.read_copy import quantise
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
 from trtllm_replayssm.runtime.session import Session
@@ -80,3 +83,55 @@ def test_every_family_is_as_exact_as_on_the_cpu(tmp_path, family, dtype):
     decoder = find_family({"architectures": [model.model_class], **model.arguments}, {}).decoder()
     floor = 0.4 if any(isinstance(layer, Moe) for layer in decoder.layers) else 0.0
     check(tmp_path / "engine", dtype, decoder, 2.0, floor)
+
+
+#: Sizes that the tuned kernels take, and others for the plain ones; states are multiples of fp8's blocks wide.
+COPIED = {
+    "real-heads": synthetic.REAL_HEADS,
+    "odd-heads": (
+        replace(synthetic.REAL_HEADS[0], head_dim=24, state_size=96),
+        replace(synthetic.REAL_HEADS[2], key_dim=96, value_dim=40),
+        replace(synthetic.REAL_HEADS[4], head_dim=96),
+    ),
+}
+
+
+def copies_are_of_their_states(session: Session) -> None:
+    """Of every slot that has a checkpoint, bit for bit."""
+    held = (session.host[:, Cursor.FOLDED] > 0).nonzero()[:, 0]
+    states = [name for name in session.pools if name.endswith(".state")]
+    assert len(states) == 3
+    assert len(held) > 0
+    for name in states:
+        expected = quantise(session.pools[name].cpu()[held], session.replay.state_read_dtype)
+        for copy in copy_names(session.replay.state_read_dtype):
+            found = session.pools[f"{name.removesuffix('state')}{copy}"].cpu()[held]
+            assert torch.equal(found, expected[copy]), f"{name}, {copy}"
+
+
+@pytest.mark.parametrize("read_dtype", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("layers", COPIED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_with_read_copies(tmp_path, layers, dtype, read_dtype):
+    """In float32 it is near the CPU beside what the copy rounds, in 16 bits no farther from the truth than the CPU is."""
+    folder, replay = tmp_path / "engine", ReplayConfig(window=8, max_draft_len=3, state_read_dtype=read_dtype)
+    options = BuildOptions(max_batch_size=2, max_seq_len=128, max_num_tokens=1024)
+    synthetic.write_engine(folder, synthetic.decoder(COPIED[layers]), options, dtype=dtype, replay=replay)
+    ids = torch.randint(0, synthetic.VOCAB_SIZE, (2, 100), generator=torch.Generator().manual_seed(1))
+    cpu, gpu = Engine.load(folder, device="cpu"), Engine.load(folder, device="cuda", plugin_impl="cuda")
+    exact = synthetic.in_float32(synthetic.with_replay(cpu, state_read_dtype="same"))
+    want, theirs, got = (run(engine, ids, 3) for engine in (exact, cpu, gpu))
+    rounding = float((theirs - want).norm())
+    assert 0 < rounding < 0.1 * float(want.norm())
+    if dtype == "float32":
+        assert float((got - theirs).norm()) < 0.2 * rounding
+    else:
+        assert float((got - want).norm()) < 1.5 * rounding
+    session = Session(gpu, snapshot_slots=1)
+    session.prefill(0, ids[0, :30])
+    for token in ids[0, 30:36]:
+        session.step(token[None, None])
+        session.commit(0, [1])
+    assert session.host[0, Cursor.FOLDED] < 36
+    session.materialise(0, 2, 36)
+    copies_are_of_their_states(session)

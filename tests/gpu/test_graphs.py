@@ -92,18 +92,30 @@ def history(session: Session) -> list[torch.Tensor]:
 
 
 def test_graphs_change_no_bit(engine):
-    plain, captured = Session(engine, cuda_graphs=False), Session(engine, cuda_graphs=True)
-    for a, b in zip(history(plain), history(captured), strict=True):
-        assert torch.equal(a, b)
-        assert a.isfinite().all()
+    captured = captured_session(engine)
     assert captured.steps.graphs is not None
     # The last chunk of a prompt may be as short as a verify step.
     assert {shape.tokens for shape in captured.steps.graphs.captured} >= {1, 4}
     assert {shape.kv_len for shape in captured.steps.graphs.captured} >= {256, 512}
+    assert torch.equal(captured.cursors.cpu(), captured.host)
+
+
+@pytest.mark.parametrize("read_dtype", ["fp8", "nvfp4"])
+def test_graphs_change_no_bit_of_read_copies(engine, read_dtype):
+    captured = captured_session(synthetic.with_replay(engine, state_read_dtype=read_dtype))
+    assert {shape.tokens for shape in captured.steps.graphs.captured} >= {1, 4}
+
+
+def captured_session(engine: Engine) -> Session:
+    """A session whose steps ran as graphs, after it was held against one without."""
+    plain, captured = Session(engine, cuda_graphs=False), Session(engine, cuda_graphs=True)
+    for a, b in zip(history(plain), history(captured), strict=True):
+        assert torch.equal(a, b)
+        assert a.isfinite().all()
     for name in plain.pools:
         assert torch.equal(plain.pools[name], captured.pools[name]), name
     assert torch.equal(plain.cursors, captured.cursors)
-    assert torch.equal(captured.cursors.cpu(), captured.host)
+    return captured
 
 
 def test_packed_rows_agree_with_the_reference(folder, engine):
