@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +21,11 @@ CONTAINER_FOLDER = "/opt/tritonserver/bin"
 PACKAGE = "nvidia-pytriton"
 HINT = f"{pip_extra('serve')}, or run inside a container of NVIDIA's tritonserver"
 STUB = "triton_python_backend_stub"
+#: Fails where a package is missing; prints numpy's version.
+PROBE = (
+    "from importlib.metadata import version; from importlib.util import find_spec; "
+    "print(version('numpy') if find_spec('trtllm_replayssm') else exit(1))"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def bundled(package: Path, work_folder: Path) -> Installation:
     stub = root / "python_backend_stubs" / python / STUB
     if not stub.is_file():
         raise UserError(f"{PACKAGE} has no python backend for Python {python}", "use Python 3.10 to 3.12")
-    check_numpy()
+    check_packages()
     check_shared_python()
     # The server looks for the backend's parts in one folder, but the package keeps them apart.
     backend = work_folder / "backends" / "python"
@@ -88,12 +93,18 @@ def bundled(package: Path, work_folder: Path) -> Installation:
     return Installation(executable, (f"--backend-directory={work_folder / 'backends'}",), environment)
 
 
-def check_numpy() -> None:
-    """Raises UserError for a numpy that the bundled python backend was not made for: its tensors would be empty."""
-    try:
-        numpy = version("numpy")
-    except PackageNotFoundError:
-        return
+def check_packages() -> None:
+    """Raises UserError unless the model's Python has this package, and a numpy that the bundled backend was made for.
+
+    It reads no PYTHONPATH, like a Python in isolated mode. With another numpy, tensors would be empty.
+    """
+    done = subprocess.run([sys.executable, "-I", "-c", PROBE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(
+            f"{sys.executable} finds no trtllm_replayssm and numpy without PYTHONPATH, which Triton's Python does not read",
+            f"install them into its environment: {pip_extra('serve')}",
+        )
+    numpy = done.stdout.strip()
     if int(numpy.split(".")[0]) >= 2:
         raise UserError(
             f"the python backend of {PACKAGE} needs numpy 1, and numpy {numpy} is installed",
