@@ -112,7 +112,9 @@ class Session:
         changed, when the step does not fit the engine or the slots.
         """
         asked = StepInput.create(token_ids, query_lens, modes, active, self.engine.decoder.vocab_size)
-        given = asked.widened(self.prompt_width) if bool((asked.modes[asked.active] == RowMode.ABSORB).all()) else asked
+        length = asked.token_ids.shape[1]
+        short_prompts = length < self.prompt_width and bool((asked.modes[asked.active] == RowMode.ABSORB).all())
+        given = asked.widened(self.prompt_width) if short_prompts else asked
         rows, tokens = given.token_ids.shape
         self.check_step(given, first_slot)
         self.check_logits(given, last_only)
@@ -127,8 +129,8 @@ class Session:
         self.rewrites += int((live & (plan[:, Step.FOLD_TO] > plan[:, Step.FOLDED])).sum())
 
         hidden, logits = self.steps.run(given, first_slot, int(ends.max()), last_only)
-        self.hidden, logits = (result[:, : asked.token_ids.shape[1]] for result in (hidden, logits))
-        return logits
+        self.hidden = hidden[:, :length]
+        return logits[:, :length]
 
     @cached_property
     def prompt_width(self) -> int:

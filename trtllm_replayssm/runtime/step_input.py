@@ -67,8 +67,8 @@ class StepInput:
         return cls(ids.int(), lengths.int(), kinds.int(), live)
 
     def widened(self, tokens: int) -> StepInput:
-        """The same tokens in a step of at least ``tokens`` (T) a row."""
-        return replace(self, token_ids=pad(self.token_ids, (0, max(0, tokens - self.token_ids.shape[1]))))
+        """The same tokens in a longer step, of ``tokens`` (T) a row."""
+        return replace(self, token_ids=pad(self.token_ids, (0, tokens - self.token_ids.shape[1])))
 
 
 def per_row(name: str, values: PerRow | None, rows: int, default: int) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Magnitudes of E2M1 by the lower three bits of a code; the fourth is the sign.
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = (*MAGNITUDES, *(-value for value in MAGNITUDES))
+from trtllm_replayssm.plugins.read_copy import E2M1_MAGNITUDES
+
+#: Values of E2M1 by code.
+E2M1 = (*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES))
 #: Both float32 values of every byte, the low nibble first: the even column. Looked up as one number of 8 bytes.
 E2M1_PAIRS = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)]).view(torch.float64).flatten()
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
