@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,8 @@ import torch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
-from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
+from trtllm_replayssm.plugins.read_copy import copy_pools
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 from trtllm_replayssm.tuning.layer import Attributes, cycle
 
 
@@ -55,11 +57,12 @@ WORD = 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one row: its state, one entry of its ring, and activations in and out of one token."""
+    """Bytes of one row: its state, one entry of its ring, activations in and out of one token, and its state's read copy."""
 
     state: int
     entry: int
     token: int
+    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Case:
     tokens: int
     state: torch.dtype
     window: int = 16
+    read_dtype: ReadDtype = "same"
 
     @property
     def shape(self) -> Mamba2Model | DeltaModel:
@@ -93,13 +97,17 @@ class Case:
     @property
     def attributes(self) -> Attributes:
         rows, shape = self.window + (self.tokens if self.verifies else 0), self.shape
+        attributes: Attributes
         if isinstance(shape, Mamba2Model):
-            return Mamba2Attributes(
+            attributes = Mamba2Attributes(
                 shape.heads, shape.head_dim, shape.state_size, shape.groups, self.window, ring_rows=rows
             )
-        if shape.per_channel:
-            return KdaAttributes(shape.value_heads, shape.dim, shape.dim, self.window, rows)
-        return GatedDeltaAttributes(shape.key_heads, shape.value_heads, shape.dim, shape.dim, self.window, rows)
+        elif shape.per_channel:
+            attributes = KdaAttributes(shape.value_heads, shape.dim, shape.dim, self.window, rows)
+        else:
+            heads, dims = (shape.key_heads, shape.value_heads), (shape.dim, shape.dim)
+            attributes = GatedDeltaAttributes(*heads, *dims, self.window, rows)
+        return replace(attributes, read_dtype=self.read_dtype)
 
     # ---- cursors -----------------------------------------------------------------------------------------------------
 
@@ -123,25 +131,33 @@ class Case:
     @property
     def traffic(self) -> Traffic:
         size, s = self.state.itemsize, self.shape
+        dims = (s.heads, s.head_dim, s.state_size) if isinstance(s, Mamba2Model) else (s.value_heads, s.dim, s.dim)
+        copies = copy_pools(self.read_dtype, *dims).values()
+        copy = sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in copies)
         if isinstance(s, Mamba2Model):
             inner, groups = s.heads * s.head_dim, s.groups * s.state_size
             return Traffic(
                 inner * s.state_size * size,
                 (inner + groups) * WORD + 4 * s.heads,
                 (2 * inner + 2 * groups + s.heads) * WORD,
+                copy,
             )
         keys, values, gates = s.key_heads * s.dim, s.value_heads * s.dim, s.dim if s.per_channel else 1
         return Traffic(
             values * s.dim * size,
             (keys + values) * WORD + 4 * s.value_heads * (1 + gates),
             (2 * keys + 2 * values + s.value_heads * (1 + gates)) * WORD,
+            copy,
         )
 
     def step_bytes(self, history: int) -> int:
         """Bytes that a step must move when all rows find ``history`` tokens in the ring."""
         t, folds = self.traffic, self.folds(history)
         appended = 0 if folds and self.absorbs else self.tokens
-        return self.batch * (t.state * (1 + folds) + t.entry * (history + appended) + t.token * self.tokens)
+        # Decode and verify steps read the copy, if there is one; those that fold move both.
+        copied = t.copy > 0 and not self.prefills
+        state = t.state * (folds + (folds or not copied)) + t.copy * (folds + copied)
+        return self.batch * (state + t.entry * (history + appended) + t.token * self.tokens)
 
     def replay_bytes(self) -> float:
         """Mean over a cycle."""

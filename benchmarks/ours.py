@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
 from benchmarks.subject import Subject, only_for
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
 from trtllm_replayssm.plugins.implementation import implementation
+from trtllm_replayssm.plugins.reference.read_copy import write_copy
+from trtllm_replayssm.replay import ReadDtype
 from trtllm_replayssm.tuning.layer import FOLDED, Dtypes, plausible_pools, step_info
 
 
@@ -33,6 +37,7 @@ class Replay(Subject):
         dtypes = Dtypes(ACTIVATION, self.case.state, ACTIVATION)
         pools = plausible_pools(self.attributes, dtypes, self.case.batch, DEVICE)
         pools["state"].copy_(problem.state)
+        write_copy(pools, torch.arange(self.case.batch, device=DEVICE))
         return pools
 
     def step(self, layer: int, i: int) -> Tensor:
@@ -68,3 +73,24 @@ class Standard(Replay):
 
     def bytes(self) -> float:
         return self.case.standard_bytes()
+
+
+class CopyReads(Replay):
+    """The plugin layer with a read copy (plugins/read_copy.py): its outputs are held against a reference that has one, too."""
+
+    read_dtype: ReadDtype
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__([replace(p, case=self.held_against(p.case)) for p in problems])
+
+    @classmethod
+    def held_against(cls, case: Case) -> Case:
+        return replace(case, read_dtype=cls.read_dtype)
+
+
+class Fp8Reads(CopyReads):
+    read_dtype = "fp8"
+
+
+class Nvfp4Reads(CopyReads):
+    read_dtype = "nvfp4"

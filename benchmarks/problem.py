@@ -15,6 +15,7 @@ from trtllm_replayssm.plugins.advance import AdvanceAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, Cursor, RowMode
 from trtllm_replayssm.plugins.reference import delta_rule, mamba2
 from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.plugins.reference.read_copy import write_copy
 from trtllm_replayssm.tuning.layer import FOLDED, signature
 
 #: Triton's interpreter runs the peers' Triton kernels without a GPU, for checks; it mishandles 16-bit operands of products.
@@ -68,11 +69,13 @@ class Problem:
         case, rows = self.case, self.case.batch
         attributes: Any = case.attributes
         described = attributes.pools(torch.float64, torch.float64, torch.float64)
-        pools = {name: pool.allocate(rows, DEVICE).double() for name, pool in described.items()}
+        pools = {name: pool.allocate(rows, DEVICE) for name, pool in described.items()}
+        pools |= {name: pools[name].double() for name, pool in described.items() if pool.kind != "copy"}
         pools["state"].copy_(self.state)
         weights, run = [w.double() for w in self.weights], REFERENCES[case.kind]
         cursors = torch.full((rows, CURSOR_WORDS), FOLDED, dtype=torch.int32, device=DEVICE)
         slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        write_copy(pools, slots.long())
         lengths = torch.full_like(slots, case.tokens)
         modes = torch.full_like(slots, int(RowMode.ABSORB if case.prefills else RowMode.DECODE))
         outputs = []

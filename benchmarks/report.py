@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from itertools import groupby
@@ -24,6 +24,8 @@ from trtllm_replayssm.errors import UserError
 
 SCHEMA_VERSION = 1
 OURS, STANDARD = "replayssm", "replayssm standard"
+#: By read_dtype of the layer.
+READS = {"fp8": "replayssm fp8 reads", "nvfp4": "replayssm nvfp4 reads"}
 
 
 @dataclasses.dataclass
@@ -109,7 +111,7 @@ def tables(results: Sequence[Result]) -> str:
     for (kind, model, state, tokens), group in groupby(sorted(results, key=key), key):
         members = list(group)
         parts.append(f"{kind}, {model}, state {state}, T = {tokens}\n\n{table(members)}")
-    return "\n\n".join(parts) + "\n\n" + absent(results)
+    return "\n\n".join([*parts, *copy_reads(results), absent(results)])
 
 
 def table(results: Sequence[Result]) -> str:
@@ -129,6 +131,26 @@ def table(results: Sequence[Result]) -> str:
             cells.append(f"{us:.1f}{ratio}" if us else "-")
         lines.append(cells)
     return markdown(lines)
+
+
+def copy_reads(results: Sequence[Result]) -> Iterator[str]:
+    """Steps of one token that read a narrow copy of a float32 state, beside the fastest kernel that rewrites such a state.
+
+    Such a kernel has no ring, and so one time; the multiples are of its time.
+    """
+    measured = [r for r in results if r.us and r.state == "float32" and r.tokens == 1]
+    lines = [["model", "batch", "fastest standard", "us", *(f"{name} reads" for name in ("float32", *READS))]]
+    for model, batch in dict.fromkeys((r.model, r.batch) for r in measured if r.subject in READS.values()):
+        row = {r.subject: r for r in measured if (r.model, r.batch) == (model, batch)}
+        standards = [r for r in row.values() if len(r.by_history) == 1]
+        if not standards:
+            continue
+        fastest = min(standards, key=lambda r: r.us or 0)
+        ours = [row[name].us if name in row else None for name in (OURS, *READS.values())]
+        cells = [f"{us:.1f} ({(fastest.us or 0) / us:.2f})" if us else "-" for us in ours]
+        lines.append([model, str(batch), fastest.subject, f"{fastest.us:.1f}", *cells])
+    if len(lines) > 1:
+        yield f"T = 1, reads of copies beside the fastest standard kernel\n\n{markdown(lines)}"
 
 
 def own_cells(r: Result) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case
 from benchmarks.problem import DEVICE, Problem
 
 
@@ -36,6 +37,11 @@ class Subject(ABC):
     @abstractmethod
     def bytes(self) -> float:
         """Bytes that this method must move in a step, mean over its cycle."""
+
+    @classmethod
+    def held_against(cls, case: Case) -> Case:
+        """The case whose reference the outputs must equal."""
+        return case
 
     def work(self, layer: int) -> object:
         """What a timed step of a layer launches."""

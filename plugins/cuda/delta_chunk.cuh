@@ -27,6 +27,8 @@ constexpr int TILE_VALUES = SLICE < 16 * WARPS ? SLICE : 16 * WARPS;  // value r
 // update; half of it is loaded again for the latter, from the L2 cache, which leaves registers to more blocks.
 constexpr int HELD = ONE_CHUNK && PAIRS > 1 ? PAIRS / 2 : PAIRS > 0 ? PAIRS : 1;
 
+// ANSWERS: outputs are wanted.
+template <bool ANSWERS>
 struct ChunkTile {
     const Work& w;
     ChunkShared& shared;
@@ -34,6 +36,7 @@ struct ChunkTile {
     bool prepares;  // nobody has prepared the chunks
     int thread;  // threadIdx.x, of which the compiler knows nothing between the stages of a chunk: it saves registers
     float S[HELD][2][4];
+    float largest = 0.0f;  // magnitude of what the thread has stored, for nvfp4
 
     __device__ int warp() const { return thread / 32; }
     __device__ int g() const { return thread % 32 / 4; }
@@ -58,13 +61,18 @@ struct ChunkTile {
             for (int n = 0; n < 8 * HELD; ++n) S[n / 8][n / 4 % 2][n % 4] = 0.0f;
         }
     }
-    __device__ void store_state(int from) const {
+    __device__ void store_state(int from) {
         if (!active()) return;
         STATE* state = w.t.state_out + w.state_at(row()) + 4 * t() + 16 * from;
 #pragma unroll
         for (int p = 0; p < HELD; ++p)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) store_vector<4>(state + 8 * half * KEY_DIM + 16 * p, S[p][half]);
+            for (int half = 0; half < 2; ++half) {
+                store_vector<4>(state + 8 * half * KEY_DIM + 16 * p, S[p][half]);
+                if constexpr (READ_BITS == 4)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) largest = larger_magnitude(largest, S[p][half][e]);
+            }
     }
 
     // Adds sums over the key columns at hand of S0 with N blocks of 8 staged keys or queries, of which the first `count` rows
@@ -199,7 +207,7 @@ struct ChunkTile {
         if (AHEAD && to < all) chunk.request(shared.inputs[1 - stage], to, min(CHUNK, all - to));
         chunk.append(in, from, count);
         ChunkPairs pairs{chunk, shared, in};
-        const bool outputs = to > w.row.history();
+        const bool outputs = ANSWERS && to > w.row.history();
         if constexpr (PER_CHANNEL) {
             if (outputs)
                 pairs.carry<true>(count);
@@ -226,7 +234,7 @@ struct ChunkTile {
         for (int from = 0, to; from < all; from = to) {
             to = min(from + CHUNK, all);
             thread = opaque(int(threadIdx.x));
-            const int count = to - from, first_output = max(history - from, 0);
+            const int count = to - from, first_output = ANSWERS ? max(history - from, 0) : count;
             if (prepares) prepare(chunk, stage, from, to, all);
             const ChunkInputs& in = shared.inputs[stage];
             Sum stored[BLOCKS] = {}, answered[1] = {};
@@ -253,15 +261,23 @@ struct ChunkTile {
     }
 };
 
-__device__ __forceinline__ void chunk_step(const Work& w, ChunkShared& shared) {
+__device__ __forceinline__ void prefetch_state(const Work& w) {
+    prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
+}
+
+// Returns the largest magnitude that the thread has stored, where nvfp4 asks for it.
+template <bool ANSWERS>
+__device__ __forceinline__ float chunk_step(const Work& w, ChunkShared& shared) {
     // The state travels to the L2 cache while the first chunk is prepared.
-    if (threadIdx.x == 0 && w.row.folded > 0)
-        prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
+    if (threadIdx.x == 0 && w.row.folded > 0) prefetch_state(w);
     // A single chunk serves all tiles of the slice.
     const bool single = ONE_CHUNK || w.row.history() + w.row.tokens <= CHUNK;
+    float largest = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < SLICE; first += TILE_VALUES) {
-        ChunkTile tile{w, shared, first, first == 0 || !single, 0};
+        ChunkTile<ANSWERS> tile{w, shared, first, first == 0 || !single, 0};
         tile.run();
+        largest = larger_magnitude(largest, tile.largest);
     }
+    return to_float(from_float<STATE>(largest));
 }

@@ -59,7 +59,7 @@ constexpr bool HAS_BULK_COPY = true;
 #else
 constexpr bool HAS_BULK_COPY = false;
 #endif
-constexpr bool READS = HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
+constexpr bool READS = !COPIED && HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
 
 struct ReadShared {
     alignas(128) STATE tiles[WARPS][STAGES][TILE_ROWS][KEY_DIM];

@@ -7,6 +7,9 @@
 #pragma once
 #include "delta_inputs.cuh"
 
+// What a pass over a row's entries is for. With a read copy, answers come from it and folds from the checkpoint.
+enum class Pass { BOTH, ANSWER, FOLD };
+
 constexpr int LANES = 8;                  // lanes that share a state row
 constexpr int COLS = KEY_PADDED / LANES;  // key columns of a thread: 4 (l + 8 m) + 0 ... 3
 constexpr int TOGETHER = 8;               // entries that are staged at a time
@@ -25,16 +28,31 @@ struct RecurrentShared {
     float beta[TOGETHER];
 };
 
+template <Pass PASS>
 struct RecurrentTile {
     const Work& w;
     RecurrentShared& shared;
     int first;  // first state row of the tile within the slice
     float S[THREAD_ROWS][COLS];
+    float largest = 0.0f;  // magnitude of what the thread has stored, for nvfp4
 
     __device__ int row() const { return threadIdx.x / LANES * THREAD_ROWS; }
     __device__ int column(int i) const { return 4 * (threadIdx.x % LANES + LANES * (i / 4)) + i % 4; }
     __device__ bool exists(int r) const { return first + r < SLICE && w.first_row() + first + r < VALUE_DIM; }
 
+    __device__ void load_copy() {
+        const ReadCopy copy = w.copy();
+#pragma unroll 1
+        for (int r = 0; r < THREAD_ROWS; ++r) {
+            const bool live = w.row.folded > 0 && exists(row() + r);
+#pragma unroll
+            for (int i = 0; i < COLS; ++i) {
+                const float x = live && column(i) < KEY_DIM ? copy_value<KEY_DIM>(copy, first + row() + r, column(i)) : 0.0f;
+#pragma unroll
+                for (int n = 0; n < THREAD_ROWS; ++n) S[n][i] = n == r ? x : S[n][i];
+            }
+        }
+    }
     __device__ void load_state() {
         const STATE* from = w.t.state + w.state_at(first + row());
 #pragma unroll
@@ -54,7 +72,7 @@ struct RecurrentTile {
             }
         }
     }
-    __device__ void store_state() const {
+    __device__ void store_state() {
         STATE* to = w.t.state_out + w.state_at(first + row());
 #pragma unroll
         for (int r = 0; r < THREAD_ROWS; ++r) {
@@ -68,6 +86,9 @@ struct RecurrentTile {
                     for (int e = i; e < i + 4; ++e)
                         if (column(e) < KEY_DIM) to[r * KEY_DIM + column(e)] = from_float<STATE>(S[r][e]);
                 }
+                if constexpr (READ_BITS == 4)
+#pragma unroll
+                    for (int e = i; e < i + 4; ++e) largest = larger_magnitude(largest, S[r][e]);
             }
         }
     }
@@ -128,7 +149,7 @@ struct RecurrentTile {
         for (int r = 0; r < THREAD_ROWS; ++r)
 #pragma unroll
             for (int i = 0; i < COLS; ++i) S[r][i] = fmaf(u[r], k[i], S[r][i]);
-        if (!is_token) return;
+        if (PASS == Pass::FOLD || !is_token) return;
         load_keys(shared.q[at], k);
 #pragma unroll
         for (int r = 0; r < THREAD_ROWS; ++r) sums[r] = dot(S[r], k);
@@ -149,22 +170,30 @@ struct RecurrentTile {
             __syncthreads();
             for (int n = threadIdx.x; n < count * RECURRENT_ROWS; n += THREADS) {
                 const int at = n / RECURRENT_ROWS, r = n % RECURRENT_ROWS;
-                if (from + at >= history && exists(r)) w.o(from + at - history)[first + r] = from_float<ACT>(shared.o[at][r]);
+                if (PASS != Pass::FOLD && from + at >= history && exists(r)) w.o(from + at - history)[first + r] = from_float<ACT>(shared.o[at][r]);
             }
         }
     }
 
     __device__ void run() {
-        load_state();
+        if constexpr (PASS == Pass::ANSWER)
+            load_copy();
+        else
+            load_state();
         take(w.row.history() + w.row.tokens);
-        if (w.row.folds()) store_state();
+        if (PASS != Pass::ANSWER && w.row.folds()) store_state();
     }
 };
 
-__device__ __forceinline__ void recurrent_step(const Work& w, RecurrentShared& shared) {
+// Returns the largest magnitude that the thread has stored, where nvfp4 asks for it.
+template <Pass PASS>
+__device__ __forceinline__ float recurrent_step(const Work& w, RecurrentShared& shared) {
+    float largest = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < SLICE; first += RECURRENT_ROWS) {
-        RecurrentTile tile{w, shared, first};
+        RecurrentTile<PASS> tile{w, shared, first};
         tile.run();
+        largest = larger_magnitude(largest, tile.largest);
     }
+    return to_float(from_float<STATE>(largest));
 }

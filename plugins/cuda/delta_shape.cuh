@@ -3,8 +3,9 @@
 // Macros: ACT, STATE, RING (element types), KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WINDOW, RING_ROWS,
 // TOKENS (most tokens that the read-out serves: 1, 2, 4, 8 or 16; 0 compiles the fold alone), HEADS_A_BLOCK (value heads of
 // a block), SPLIT (blocks that share a head's value rows; 1 where a block has several heads), DERIVED (the ring's v row holds u), ALIGNED (rows of every tensor start on 16 bytes),
-// PER_CHANNEL (kda: one decay per key channel), BETA_SCALE, LOWER_BOUND (kda: 0 for the softplus gate).
+// PER_CHANNEL (kda: one decay per key channel), BETA_SCALE, LOWER_BOUND (kda: 0 for the softplus gate), READ_BITS (read_copy.cuh).
 #pragma once
+#include "read_copy.cuh"
 #include "scalars.cuh"
 #include "step.cuh"
 
@@ -19,6 +20,8 @@ constexpr int KEY_PADDED = (KEY_DIM + 31) / 32 * 32;
 constexpr int LANE_COLS = KEY_PADDED / 32;
 constexpr int VEC = LANE_COLS % 4 == 0 ? 4 : LANE_COLS % 2 == 0 ? 2 : 1;
 constexpr bool WIDE = ALIGNED && KEY_DIM % 32 == 0;  // whole vectors of key columns may be loaded
+// Steps answer from a copy of the checkpoint, and folds renew it.
+constexpr bool COPIED = READ_BITS > 0;
 
 #if DERIVED
 typedef ACT RING_K;
@@ -41,7 +44,17 @@ struct Tensors {
     RING_K* ring_k_out;
     RING* ring_v_out;
     float *ring_g_out, *ring_beta_out;
+    u8 *codes, *scales;  // of the read copy, if there is one
+    float* head_scale;
+    int codes_stride, scales_stride, head_scale_stride;
 };
+#if READ_BITS == 4
+#define COPY_TENSORS codes, scales, head_scale, codes_stride, scales_stride, head_scale_stride
+#elif READ_BITS == 8
+#define COPY_TENSORS codes, scales, nullptr, codes_stride, scales_stride, 0
+#else
+#define COPY_TENSORS nullptr, nullptr, nullptr, 0, 0, 0
+#endif
 
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.
@@ -58,6 +71,7 @@ struct Work {
     __device__ i64 slot() const { return opaque(int(row.slot)); }
     __device__ int key_head() const { return head() / HEADS_PER_KEY; }
     __device__ int first_row() const { return blockIdx.x % SPLIT * SLICE; }
+    __device__ int value_rows() const { return min(SLICE, VALUE_DIM - first_row()); }
     __device__ bool leads_head() const { return first_row() == 0; }
     __device__ bool leads_key_head() const { return leads_head() && head() % HEADS_PER_KEY == 0; }
     __device__ int history_row(int j) const { return (row.folded + j) % RING_ROWS; }
@@ -66,6 +80,13 @@ struct Work {
     // First element of a state row of the slice, and of a ring row, in their pools.
     __device__ i64 state_at(int value_row) const {
         return slot() * t.state_stride + (head() * VALUE_DIM + first_row() + value_row) * KEY_DIM;
+    }
+    // The copy of the slice's state rows.
+    __device__ ReadCopy copy() const {
+        const i64 value_row = head() * VALUE_DIM + first_row();
+        return {t.codes + slot() * t.codes_stride + value_row * (KEY_DIM * READ_BITS / 8),
+                t.scales + slot() * t.scales_stride + value_row * (KEY_DIM / COPY_BLOCK),
+                t.head_scale + slot() * t.head_scale_stride + head()};
     }
     __device__ i64 ring_k_at(int r) const { return slot() * t.ring_k_stride + (key_head() * RING_ROWS + r) * KEY_DIM; }
     __device__ i64 ring_v_at(int r) const {
@@ -101,7 +122,7 @@ struct Work {
 
 // The zeros that the contract promises for padding tokens (all of them in a padding row), of all heads of the block.
 __device__ __forceinline__ void zero_padding(const Work& first, int valid) {
-    const int rows = min(SLICE, VALUE_DIM - first.first_row());
+    const int rows = first.value_rows();
 #pragma unroll 1
     for (int n = 0; n < HEADS_A_BLOCK; ++n) {
         const Work w = first.of_head(n);

@@ -1,25 +1,55 @@
 // The step of a delta-rule layer: one block a batch row and some of its value heads, or a slice of one head's value rows.
 #pragma once
 #include "delta_chunk.cuh"
+#include "delta_copy_read.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
+// Steps that answer from the read copy; prefills do not.
+constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int SHARED_BYTES = larger(READS ? sizeof(ReadShared) : 0, RECURS ? sizeof(RecurrentShared) : sizeof(ChunkShared));
+constexpr int READ_BYTES = READS ? sizeof(ReadShared) : READS_COPY ? sizeof(CopyReadShared) : ANSWERS_FROM_COPY ? sizeof(RecurrentShared) : 0;
+constexpr int SHARED_BYTES = larger(READ_BYTES, RECURS ? sizeof(RecurrentShared) : sizeof(ChunkShared));
 
-// All entries of a row, which the checkpoint takes up if the plan says so.
+// Blocks that share a head of which nvfp4 asks for the largest magnitude are a cluster.
+#if READ_BITS == 4 && SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+// All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
+template <Pass PASS>
 __device__ __forceinline__ void replay(const Work& block, unsigned char* memory) {
 #pragma unroll 1
     for (int n = 0; n < HEADS_A_BLOCK; ++n) {
         const Work w = block.of_head(n);
-        if constexpr (RECURS)
-            recurrent_step(w, *reinterpret_cast<RecurrentShared*>(memory));
+        float largest;
+        if constexpr (RECURS || PASS == Pass::ANSWER)
+            largest = recurrent_step<PASS>(w, *reinterpret_cast<RecurrentShared*>(memory));
         else
-            chunk_step(w, *reinterpret_cast<ChunkShared*>(memory));
+            largest = chunk_step<PASS != Pass::FOLD>(w, *reinterpret_cast<ChunkShared*>(memory));
+        if constexpr (COPIED && PASS != Pass::ANSWER)
+            if (w.row.folds()) renew_copy(w, largest, reinterpret_cast<u32*>(memory));
     }
+}
+
+// A step with a read copy: what it answers does not depend on whether it folds.
+template <typename T>
+__device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) {
+    Row& row = block.row;
+    if (!RECURS && threadIdx.x == 0 && row.folds() && row.folded > 0) prefetch_state(block.of_head(0));
+    if constexpr (READS_COPY && sizeof(T) == 2)
+        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory));
+    else
+        replay<Pass::ANSWER>(block, memory);
+    if (!row.folds()) return;
+    if (!row.absorbs()) row.tokens = 0;
+    __syncthreads();
+    replay<Pass::FOLD>(block, memory);
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
@@ -30,6 +60,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
+    if constexpr (ANSWERS_FROM_COPY) return copied_step<ACT>(block, memory);
     // A flush folds the ring; then the tokens find an empty one.
     const int tokens = TOKENS == 1 ? 1 : row.tokens;
     if (row.folds() && !row.absorbs()) row.tokens = 0;
@@ -39,7 +70,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
             if (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS)
                 return read_step(block, *reinterpret_cast<ReadShared*>(memory));
         }
-        replay(block, memory);
+        replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;
         row.folded = row.fold_to, row.tokens = tokens;
         publish_stores();

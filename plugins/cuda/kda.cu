@@ -2,14 +2,14 @@
 #define PER_CHANNEL 1
 #include "delta_step.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,
-        const STATE* state, const RING_K* ring_k, const RING* ring_v, const float* ring_g, const float* ring_beta, int tokens,
+        const STATE* state, const RING_K* ring_k, const RING* ring_v, const float* ring_g, const float* ring_beta, COPY_INPUTS int tokens,
         int qkv_stride, int f_stride, int b_stride, int state_stride, int ring_k_stride, int ring_v_stride, int ring_g_stride,
-        int ring_beta_stride, ACT* o, STATE* state_out, RING_K* ring_k_out, RING* ring_v_out, float* ring_g_out,
-        float* ring_beta_out) {
+        int ring_beta_stride, COPY_STRIDES ACT* o, STATE* state_out, RING_K* ring_k_out, RING* ring_v_out, float* ring_g_out,
+        float* ring_beta_out COPY_OUTPUTS) {
     const Tensors t{qkv, f, b, A_log, dt_bias, state, ring_k, ring_v, ring_g, ring_beta, tokens, qkv_stride, f_stride,
                     b_stride, state_stride, ring_k_stride, ring_v_stride, ring_g_stride, ring_beta_stride, o, state_out,
-                    ring_k_out, ring_v_out, ring_g_out, ring_beta_out};
+                    ring_k_out, ring_v_out, ring_g_out, ring_beta_out, COPY_TENSORS};
     delta_step(t, step);
 }

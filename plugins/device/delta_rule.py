@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.device.standard import delta_standard, is_standard, warp_rows
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
+from trtllm_replayssm.replay import ReadDtype
 
 #: Token counts that a read-out variant is compiled for; a step takes the next larger one.
 READ_TOKENS = (1, 2, 4, 8, 16)
@@ -44,7 +47,13 @@ class DeltaShape:
     ring_rows: int
     derived_fold: bool
     per_channel: bool
+    read_dtype: ReadDtype
     macros: tuple[tuple[str, str], ...]
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the layer's pools, in the order of a launch's parameters."""
+        return POOLS + copy_names(self.read_dtype)
 
 
 def launch_record(
@@ -57,12 +66,15 @@ def launch_record(
     strides: tuple[int, ...],
     aligned: bool = True,
 ) -> Launch:
-    """strides: token strides of qkv, decay and beta logits, then slot strides of POOLS, in elements.
+    """strides: token strides of qkv, decay and beta logits, then slot strides of the shape's pools, in elements.
 
     aligned: every tensor starts on 16 bytes, as tensors of TensorRT and fresh torch tensors do.
     """
     in_vectors = (*strides[: 1 + shape.per_channel], shape.key_dim, shape.value_dim)
     vectors = aligned and all(n * activation.itemsize % 16 == 0 for n in in_vectors)
+    plain = is_standard(shape.window, shape.ring_rows, tokens) and shape.read_dtype == "same"
+    if plain and vectors and warp_rows((shape.value_dim, shape.key_dim), state):
+        return delta_standard(shape, activation, state, rows, (tokens, *strides))
     split = slices(shape, rows, tokens) if vectors else 1
     heads = heads_a_block(shape, rows, tokens) if vectors else 1
     kernel = variant(shape, activation, state, ring, tokens, split, vectors, heads)
@@ -120,6 +132,7 @@ def variant(
         ("HEADS_A_BLOCK", heads),
         ("SPLIT", split),
         ("DERIVED", int(shape.derived_fold)),
+        ("READ_BITS", FORMATS[shape.read_dtype].bits if shape.read_dtype != "same" else 0),
         ("ALIGNED", int(aligned)),
         ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, read_tokens)),
         *shape.macros,
@@ -141,8 +154,8 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, read_tokens: int) -
     return 2 if activation == torch.float32 or shape.per_channel else 3
 
 
-def pool_tensors(pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(pools[name] for name in POOLS)
+def pool_tensors(shape: DeltaShape, pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(pools[name] for name in shape.pools)
 
 
 def strides_of(qkv: Tensor, decay: Tensor, b: Tensor, bound: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,13 @@ from trtllm_replayssm.plugins.device.delta_rule import (
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.read_copy import FORMATS
 
 
 def shape_of(a: GatedDeltaAttributes) -> DeltaShape:
     heads, dims = (a.num_key_heads, a.num_value_heads), (a.key_dim, a.value_dim)
     macros = (("BETA_SCALE", f"{float(a.beta_scale)!r}f"),)
-    return DeltaShape("gated_delta", *heads, *dims, a.window, a.ring_rows, a.derived_fold, False, macros)
+    return DeltaShape("gated_delta", *heads, *dims, a.window, a.ring_rows, a.derived_fold, False, a.read_dtype, macros)
 
 
 def gated_delta(
@@ -36,7 +39,8 @@ def gated_delta(
 ) -> Tensor:
     """See plugins/reference/delta_rule.py. ``qkv``, ``a`` and ``b`` may be slices of wider tokens."""
     rows, tokens, _ = qkv.shape
-    shape, bound = shape_of(attributes), pool_tensors(pools)
+    shape = shape_of(attributes)
+    bound = pool_tensors(shape, pools)
     o = torch.empty(rows, tokens, shape.value_heads * shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     strides = strides_of(qkv, a, b, bound)
     dtypes = (qkv.dtype, pools["state"].dtype, pools["ring_v"].dtype)
@@ -46,13 +50,15 @@ def gated_delta(
 
 
 def variants() -> list[Kernel]:
-    """Key and value heads of Qwen3.5-35B and 122B, two heads, one and slices of one, every token range; other shapes."""
+    """Key and value heads of Qwen3.5-35B and 122B, two heads, one and slices of one, every token range, read copies; other
+    shapes."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def compiled(heads, dims, state, tokens, split=1, activation=bf16, block_heads=1, window=16):
+    def compiled(heads, dims, state, tokens, split=1, activation=bf16, block_heads=1, window=16, read_dtype="same"):
         rows = window + (tokens if 1 < tokens <= 16 else 0)
         (key_heads, value_heads), (key_dim, value_dim) = heads, dims
-        shape = shape_of(GatedDeltaAttributes(key_heads, value_heads, key_dim, value_dim, window, rows))
+        attributes = GatedDeltaAttributes(key_heads, value_heads, key_dim, value_dim, window, rows)
+        shape = shape_of(replace(attributes, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True, block_heads)
 
     return [
@@ -72,4 +78,16 @@ def variants() -> list[Kernel]:
             for t in (1, 8, 64)
         ),
         *(compiled((16, 32), (128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
+        *(
+            compiled((16, h), (128, 128), s, t, split, block_heads=n, read_dtype=read_dtype)
+            for read_dtype in FORMATS
+            for h, s, t, split, n in (
+                *((h, s, t, 1, 2) for h in (32, 64) for s in (fp32, bf16) for t in (1, 4)),
+                *((32, fp32, t, 1, 1) for t in (2, 8, 16, 64)),
+                *((32, fp32, t, 4, 1) for t in (1, 4, 64)),
+            )
+        ),
+        *(compiled((16, 32), (k, 192), fp32, t, read_dtype="nvfp4") for k, t in ((96, 1), (192, 8), (256, 64))),
+        *(compiled((16, 32), (128, 128), fp32, t, activation=fp32, read_dtype="fp8") for t in (1, 8, 64)),
+        compiled((16, 32), (128, 128), fp32, 1, window=32, read_dtype="nvfp4"),
     ]

@@ -16,13 +16,14 @@ from trtllm_replayssm.plugins.device.delta_rule import (
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.read_copy import FORMATS
 
 
 def shape_of(a: KdaAttributes) -> DeltaShape:
     bound = 0.0 if a.lower_bound is None else a.lower_bound
     macros = (("BETA_SCALE", "1.0f"), ("LOWER_BOUND", f"{float(bound)!r}f"))
     dims = (a.num_heads, a.num_heads, a.key_dim, a.value_dim)
-    return DeltaShape("kda", *dims, a.window, a.ring_rows, a.derived_fold, True, macros)
+    return DeltaShape("kda", *dims, a.window, a.ring_rows, a.derived_fold, True, a.read_dtype, macros)
 
 
 def kda(
@@ -37,7 +38,8 @@ def kda(
 ) -> Tensor:
     """See plugins/reference/delta_rule.py. ``qkv``, ``f`` and ``b`` may be slices of wider tokens."""
     rows, tokens, _ = qkv.shape
-    shape, bound = shape_of(attributes), pool_tensors(pools)
+    shape = shape_of(attributes)
+    bound = pool_tensors(shape, pools)
     o = torch.empty(rows, tokens, shape.value_heads * shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     strides = strides_of(qkv, f, b, bound)
     dtypes = (qkv.dtype, pools["state"].dtype, pools["ring_v"].dtype)
@@ -47,13 +49,13 @@ def kda(
 
 
 def variants() -> list[Kernel]:
-    """The heads of Kimi Linear, whole heads and slices, both gates, every token range; and the other shapes."""
+    """The heads of Kimi Linear, whole heads and slices, both gates, every token range, read copies; and the other shapes."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def compiled(dims, state, tokens, split=1, bound=None, activation=bf16, window=16):
+    def compiled(dims, state, tokens, split=1, bound=None, activation=bf16, window=16, read_dtype="same"):
         rows = window + (tokens if 1 < tokens <= 16 else 0)
         key_dim, value_dim = dims
-        shape = shape_of(KdaAttributes(32, key_dim, value_dim, window, rows, bound))
+        shape = shape_of(KdaAttributes(32, key_dim, value_dim, window, rows, bound, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True)
 
     return [
@@ -62,4 +64,9 @@ def variants() -> list[Kernel]:
         compiled((128, 128), fp32, 1, window=1),
         *(compiled((k, v), fp32, t) for k, v in ((64, 64), (96, 192), (192, 96), (256, 256)) for t in (1, 8, 64)),
         *(compiled((128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
+        *(
+            compiled((128, 128), s, t, split, read_dtype=read_dtype)
+            for read_dtype in FORMATS
+            for s, t, split in (*((s, t, 1) for s in (fp32, bf16) for t in (1, 4, 16, 64)), (fp32, 1, 4), (fp32, 64, 4))
+        ),
     ]

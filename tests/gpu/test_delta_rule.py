@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import harness
@@ -14,7 +14,9 @@ from trtllm_replayssm.plugins.device import gated_delta as device_gated_delta
 from trtllm_replayssm.plugins.device import kda as device_kda
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
+from trtllm_replayssm.plugins.read_copy import FORMATS
 from trtllm_replayssm.plugins.reference import delta_rule as reference
+from trtllm_replayssm.plugins.reference.read_copy import quantise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (128, 64), (64, 192), (256, 96)]
@@ -40,15 +42,16 @@ class Case:
     decay: float = 0.0
     derived: bool = False
     beta_scale: float = 1.0
+    read: str = "same"
 
     @property
     def attributes(self) -> GatedDeltaAttributes | KdaAttributes:
         window, ring_rows = self.window, self.window + (self.draft + 1 if self.draft else 0)
         if self.layer == "gated_delta":
             heads, dims = self.heads, self.dims
-            return GatedDeltaAttributes(*heads, *dims, window, ring_rows, self.beta_scale, self.derived)
+            return GatedDeltaAttributes(*heads, *dims, window, ring_rows, self.beta_scale, self.derived, self.read)
         bound = -5.0 if "bounded" in self.layer else None
-        return KdaAttributes(self.heads[1], *self.dims, window, ring_rows, bound, self.derived)
+        return KdaAttributes(self.heads[1], *self.dims, window, ring_rows, bound, self.derived, self.read)
 
 
 def make_entry(generator: torch.Generator, decay: float, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -165,6 +168,84 @@ def test_two_heads_a_block(tokens, state):
     run_case(Case("gated_delta", tokens, heads=(16, 64), draft=3 if tokens == 4 else 0, rows=20, state=state))
 
 
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 40])
+def test_read_copies(layer, tokens, read):
+    """Outputs from the copy, the checkpoint as it would be without one, and the copy's bits after folds."""
+    run_case(Case(layer, tokens, draft=tokens - 1 if tokens <= 16 else 0, rows=24, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 192), (256, 96), (128, 40), (160, 24)], ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 6, 19])
+def test_read_copies_of_other_shapes(layer, tokens, dims, read):
+    run_case(Case(layer, tokens, dims, draft=5 if tokens == 6 else 0, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (BF16, FP16), (FP32, FP32)])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_read_copies_of_other_dtypes(layer, tokens, dtypes, read):
+    activation, state = dtypes
+    run_case(Case(layer, tokens, draft=4 if tokens == 5 else 0, activation=activation, state=state, rows=24, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("window", [1, 4, 32])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_read_copies_of_other_windows(layer, window, read):
+    run_case(Case(layer, 1, window=window, rows=24, read=read))
+    if window >= 4:
+        run_case(Case(layer, 4, window=window, draft=3, rows=24, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("heads", [(16, 64), (8, 32)], ids=["two heads a block", "whole heads"])
+@pytest.mark.parametrize("tokens", [1, 4, 24])
+def test_read_copies_of_large_batches(tokens, heads, read):
+    for beta_scale in (1.0, 2.0):
+        case = Case("gated_delta", tokens, heads=heads, draft=3 if tokens == 4 else 0, rows=20, beta_scale=beta_scale)
+        run_case(replace(case, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("decay", [1.0, 3.0])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_read_copies_under_strong_decay(layer, decay, read):
+    for tokens, draft in ((1, 0), (8, 7), (30, 0)):
+        run_case(Case(layer, tokens, draft=draft, decay=decay, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_a_copy_leaves_the_checkpoint_alone(layer, read):
+    """8,192 tokens in verify steps of which a random part is kept: rounded reads never reach the checkpoint."""
+    rng, length = random.Random(5), 8192
+    whole = harness.RowPlan(0, 0, 0, 0, 4)
+    *inputs, A_log, dt_bias, _ = Steps(Case(layer, length, heads=(1, 2)), [whole], 1).inputs
+    name = layer.split()[0]
+    device = {"gated_delta": device_gated_delta.gated_delta, "kda": device_kda.kda}[name]
+    layers = [Case(layer, 4, heads=(1, 2), draft=3, read=kind).attributes for kind in ("same", read)]
+    pools = [{n: p.allocate(1, "cuda") for n, p in a.pools(BF16, FP32, BF16).items()} for a in layers]
+    committed, folded, folds = 0, 0, 0
+    while committed + 4 <= length:
+        fold_to = committed if committed - folded + 4 > 16 else folded
+        plan = harness.step_tensor([harness.RowPlan(0, committed, folded, fold_to, 4)]).cuda()
+        tokens = [x[:, committed : committed + 4] for x in inputs]
+        for attributes, bound in zip(layers, pools, strict=True):
+            device(attributes, *tokens, A_log - 4, dt_bias, plan, bound)
+        if fold_to > folded:
+            folds += 1
+            assert torch.equal(pools[0]["state"], pools[1]["state"])
+            for n, want in quantise(pools[1]["state"], read).items():
+                assert torch.equal(pools[1][n].view(torch.uint8), want.view(torch.uint8))
+        committed, folded = committed + rng.randint(1, 4), fold_to
+    assert folds > length // 16
+
+
 @pytest.mark.parametrize("layer", LAYERS[:2])
 def test_short_last_chunk(layer):
     """Rows of 1 to 16 tokens in a launch for longer chunks, behind rings of every length."""
@@ -195,10 +276,11 @@ class Steps:
         return self.device(self.attributes, *self.inputs, pools)
 
 
+@pytest.mark.parametrize("read", ["same", *FORMATS])
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("layer", LAYERS[:2])
-def test_repeats_and_graph_replay_are_bit_identical(layer, tokens):
-    case = Case(layer, tokens, draft=3 if tokens == 4 else 0, rows=12)
+def test_repeats_and_graph_replay_are_bit_identical(layer, tokens, read):
+    case = Case(layer, tokens, draft=3 if tokens == 4 else 0, rows=12, read=read)
     plans = harness.random_plans(random.Random(3), 12, tokens, 16, case.attributes.ring_rows)
     steps = Steps(case, plans, 15)
     pools = {name: pool.clone(memory_format=torch.preserve_format) for name, pool in steps.pools.items()}

@@ -29,6 +29,9 @@ LAYERS = {
     "kda": KdaAttributes(4, 128, 128, WINDOW, RING_ROWS),
     "kda-wide": KdaAttributes(2, 256, 96, WINDOW, RING_ROWS),
     "kda-derived": KdaAttributes(4, 128, 128, WINDOW, RING_ROWS, derived_fold=True),
+    "mamba2-nvfp4": Mamba2Attributes(16, 64, 128, 2, WINDOW, RING_ROWS, read_dtype="nvfp4"),
+    "gated_delta-nvfp4": GatedDeltaAttributes(2, 4, 128, 128, WINDOW, RING_ROWS, read_dtype="nvfp4"),
+    "kda-fp8": KdaAttributes(4, 96, 40, WINDOW, RING_ROWS, read_dtype="fp8"),
 }
 
 

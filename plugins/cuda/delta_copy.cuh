@@ -1,0 +1,108 @@
+// The read copy of a delta-rule state (read_copy.cuh): written from the checkpoint that a block has just stored.
+#pragma once
+#include "delta_lanes.cuh"
+
+// Eight columns of a state row; the lanes of a block of columns are neighbours.
+constexpr int PIECE = 8, PIECE_LANES = COPY_BLOCK / PIECE;
+
+// ---- the scale of a head ---------------------------------------------------------------------------------------------
+
+// All blocks of a cluster: those that share a head.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+__device__ __forceinline__ u32 of_block(const u32* shared, int rank) {
+    u32 address, value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(u32(__cvta_generic_to_shared(shared))), "r"(rank));
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// The largest magnitude of a head from those that threads have met; all blocks of the head come here together. Magnitudes
+// compare as their bits do, and what is not finite is above the rest.
+__device__ __forceinline__ float head_magnitude(float mine, u32* shared) {
+    if (threadIdx.x == 0) *shared = 0;
+    __syncthreads();
+    const u32 of_warp = __reduce_max_sync(~0u, __float_as_uint(mine));
+    if (threadIdx.x % 32 == 0) atomicMax(shared, of_warp);
+    __syncthreads();
+    u32 largest = *shared;
+    if constexpr (SPLIT > 1) {
+        cluster_barrier();
+#pragma unroll
+        for (int rank = 0; rank < SPLIT; ++rank) largest = max(largest, of_block(shared, rank));
+        cluster_barrier();
+    }
+    return __uint_as_float(largest);
+}
+
+// ---- codes -----------------------------------------------------------------------------------------------------------
+
+struct Piece {
+    float x[PIECE];
+
+    __device__ __forceinline__ void load(const STATE* from) {
+        if constexpr (ALIGNED) {
+#pragma unroll
+            for (int i = 0; i < PIECE; i += 4) load_vector<4>(from + i, x + i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) x[i] = to_float(from[i]);
+        }
+    }
+    // All lanes of the warp come here; `at` is the piece's place in the slice, if it exists.
+    __device__ __forceinline__ void store(const ReadCopy& copy, int at, bool exists, float head_scale) const {
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) amax = larger_magnitude(amax, x[i]);
+#pragma unroll
+        for (int offset = 1; offset < PIECE_LANES; offset *= 2) amax = larger_magnitude(amax, __shfl_xor_sync(~0u, amax, offset));
+        const u32 scale = block_scale(amax, head_scale);
+        const float factor = block_factor(scale, head_scale);
+        const u32 first = copy_codes(x, factor), second = copy_codes(x + 4, factor);
+        if (!exists) return;
+        if (at % PIECE_LANES == 0) copy.scales[at / PIECE_LANES] = u8(scale);
+        u8* codes = copy.codes + at * (PIECE * READ_BITS / 8);
+        if constexpr (ALIGNED && READ_BITS == 4) {
+            *reinterpret_cast<u32*>(codes) = first | second << 16;
+        } else if constexpr (ALIGNED) {
+            *reinterpret_cast<uint2*>(codes) = {first, second};
+        } else {
+#pragma unroll
+            for (int i = 0; i < READ_BITS / 2; ++i) codes[i] = u8(first >> 8 * i), codes[READ_BITS / 2 + i] = u8(second >> 8 * i);
+        }
+    }
+};
+
+// Renews the copy of the slice's rows, which the block has written before; all its threads come here, with the largest
+// magnitude that each has stored. `shared`: a word that nobody uses.
+__device__ __forceinline__ void renew_copy(const Work& w, float largest, u32* shared) {
+    __syncthreads();
+    const ReadCopy copy = w.copy();
+    float head_scale = 0.0f;
+    if constexpr (READ_BITS == 4) {
+        head_scale = nvfp4_head_scale(head_magnitude(largest, shared));
+        if (threadIdx.x == 0 && w.leads_head()) *copy.head_scale = head_scale;
+    }
+    constexpr int TOGETHER = 4;  // pieces of a thread that are requested at once
+    const int pieces = w.value_rows() * (KEY_DIM / PIECE);
+    const STATE* state = w.t.state_out + w.state_at(0);
+#pragma unroll 1
+    for (int first = 0; first < pieces; first += TOGETHER * THREADS) {
+        Piece piece[TOGETHER] = {};
+#pragma unroll
+        for (int n = 0; n < TOGETHER; ++n) {
+            const int at = first + n * THREADS + int(threadIdx.x);
+            if (at < pieces) piece[n].load(state + at * PIECE);
+        }
+#pragma unroll
+        for (int n = 0; n < TOGETHER; ++n) {
+            const int at = first + n * THREADS + int(threadIdx.x);
+            piece[n].store(copy, at, at < pieces, head_scale);
+        }
+    }
+    __syncthreads();
+}
