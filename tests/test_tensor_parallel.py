@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, synthetic.write_engine(folder / "two", options=options, text=True, tp_size=2)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def generate(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, *launcher, "-m", "trtllm_replayssm", "generate", "--engine_dir", str(folder), *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
@@ -126,6 +132,19 @@ def test_generate_starts_its_ranks_and_one_of_them_speaks(
     for row, tensor in expected.items():
         torch.testing.assert_close(found[row], tensor, rtol=0, atol=TOLERANCE)
         assert torch.isinf(found[row][:, synthetic.TEXT_TOKENS :]).all()
+
+
+def test_ranks_on_two_nodes(engines: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two torchruns that know each other by one address; whichever gets rank 0 prints."""
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "Hello"}\n{"input_ids": [5, 6, 7]}\n')
+    words = ("--input_file", str(rows), "--max_output_len", "12", "--device", "cpu")
+    meeting = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}")
+    launcher = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meeting)
+    with ThreadPoolExecutor(2) as nodes:
+        done = list(nodes.map(lambda node: generate(engines[1], *words, launcher=launcher), range(2)))
+    assert [node.returncode for node in done] == [0, 0], done
+    assert sorted(node.stdout for node in done) == ["", generate(engines[0], *words).stdout]
 
 
 def test_generate_streams_from_one_rank(engines: tuple[Path, Path]) -> None:
@@ -237,8 +256,7 @@ def test_ending_a_rank_or_the_command_in_the_middle_of_the_work(
 
 def test_a_rank_of_torchrun_can_be_ended_while_it_waits_for_another(engines: tuple[Path, Path]) -> None:
     """Inside a library, where no handler of Python's runs: its peer never comes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     meeting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = ["generate", "--engine_dir", str(engines[1]), "--input_text", "Hello", "--device", "cpu"]
     line = [sys.executable, "-m", "trtllm_replayssm", *words]

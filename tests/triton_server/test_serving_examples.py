@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,6 +76,17 @@ def test_replicas(server_package: None, engine: Path, tmp_path: Path) -> None:
         script.send_signal(signal.SIGTERM)
         script.wait(PATIENCE)
     assert not psutil.wait_procs(family, PATIENCE)[1]
+
+
+def test_load_balancer() -> None:
+    """nginx.conf names the ports of two servers as multi_gpu.sh starts them."""
+    conf = (EXAMPLES / "nginx.conf").read_text(encoding="utf-8")
+    upstreams = dict(re.findall(r"upstream (\w+) \{(.*?)\}", conf, re.DOTALL))
+    ports = {
+        name: [int(port) for port in re.findall(r"server 127\.0\.0\.1:(\d+)", text)] for name, text in upstreams.items()
+    }
+    assert ports == {"openai": [8003, 8013], "triton_http": [8000, 8010], "triton_grpc": [8001, 8011]}
+    assert set(re.findall(r"_pass \w+://(\w+);", conf)) == set(upstreams)
 
 
 def test_manifest() -> None:
