@@ -25,7 +25,7 @@ from trtllm_replayssm.validation.subject import Settings
 
 CAPABILITY = (9, 0)
 SETTINGS = Settings("tensorrt", steps=20, device="cpu")
-CHECKS = ("transformers", "embedded", "generate", "rollback", "resume", "aliases", "versions")
+CHECKS = ("transformers", "embedded", "generate", "rollback", "resume", "copies", "aliases", "versions")
 
 
 class Machine:
@@ -97,8 +97,8 @@ def test_plans_pass_the_checks(machine: Machine, tmp_path: Path) -> None:
     assert [(r.claim, r.measured) for r in report.failed] == []
     assert statuses(report) == {check: {"passed"} for check in CHECKS}
     assert (report.flavour, report.where) == ("tensorrt", "cpu")
-    # The engine, its ordinary twin, and the one with declared aliases; the reference is embedded.
-    assert sorted(machine.aliased) == [False, False, True]
+    # The engine, its ordinary twin, one for each read copy, and the one with declared aliases; references are embedded.
+    assert sorted(machine.aliased) == [False, False, False, False, True]
     refused = {r.claim: r.measured for r in report.results if r.check == "versions"}
     assert "was built with TensorRT 10.0.0.1" in refused["an engine of another version of TensorRT is refused"]
     assert "built for compute capability 7.5" in refused["an engine of another compute capability is refused"]

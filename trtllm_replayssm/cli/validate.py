@@ -26,7 +26,7 @@ FAMILY_CHOICES = (
 )
 CHECK_CHOICES = (
     *("transformers", "embedded", "generate", "chunks", "rollback"),
-    *("resume", "graphs", "aliases", "versions", "benchmark"),
+    *("resume", "copies", "graphs", "aliases", "versions", "benchmark"),
 )
 WORDS = {"passed": "passed", "failed": "FAILED", "skipped": "skipped"}
 

@@ -17,6 +17,8 @@ from trtllm_replayssm.demo.proofs import traffic
 from trtllm_replayssm.demo.runs import Meter, admitted, drafted, forced, interrupted, uncached
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
+from trtllm_replayssm.plugins.read_copy import FORMATS
+from trtllm_replayssm.plugins.reference.read_copy import quantise
 from trtllm_replayssm.runtime.llm import LLM
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.runtime.session import Session
@@ -109,6 +111,33 @@ def resume(s: Subject) -> Iterator[Outcome]:
         again.commit(0, [1] * len(s.prompts))
     claim = "states saved on the host go on in a session of its own"
     yield close(claim, torch.stack(logits, 1), s.plain.logits[:, half:], s.settings.dtype)
+
+
+def copies(s: Subject) -> Iterator[Outcome]:
+    """Engines whose steps read narrow copies of their states. Judged by norms: what float32 rounds may move a code."""
+    for read_dtype in FORMATS:
+        claim = f"steps that read {read_dtype} copies say what the embedded engine on the CPU says"
+        try:
+            folder = s.engine(f"{read_dtype} copies", state_read_dtype=read_dtype)
+        except UserError as error:
+            yield Outcome(claim, error.message, None)
+            continue
+        plain = s.engine(f"{read_dtype} reference", "embedded", state_read_dtype=read_dtype)
+        session = LLM(folder, device=s.settings.device).session
+        reference = LLM(plain, device="cpu", plugin_impl="reference").session
+        got, want = (forced(one, Meter(one), s.prompts, s.plain.tokens).logits for one in (session, reference))
+        yield close(claim, got, want, read_dtype)
+        states = [name.removesuffix("state") for name in session.pools if name.endswith(".state")]
+        right = sum(same_copy(session, layer, len(s.prompts)) for layer in states)
+        claim = f"{read_dtype} copies are those of their states, bit for bit"
+        yield Outcome(claim, f"in {right} of {len(states)} layers", right == len(states))
+
+
+def same_copy(session: Session, layer: str, slots: int) -> bool:
+    """Whether the first slots' copies of a layer's states are what their definition says. layer: prefix of its pools."""
+    read_dtype = session.replay.state_read_dtype
+    expected = quantise(session.pools[f"{layer}state"][:slots].cpu(), read_dtype)
+    return all(torch.equal(session.pools[f"{layer}{name}"][:slots].cpu(), copy) for name, copy in expected.items())
 
 
 def graphs(s: Subject) -> Iterator[Outcome]:
@@ -206,6 +235,7 @@ CHECKS: dict[str, Check] = {
     "chunks": chunks,
     "rollback": rollback,
     "resume": resume,
+    "copies": copies,
     "graphs": graphs,
     "aliases": aliases,
     "versions": versions,
