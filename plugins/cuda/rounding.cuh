@@ -29,13 +29,18 @@ struct RandomSource {
         const int* words = step + i64(row) * STEP_WORDS;
         return RandomBits(words[5], words[3], element);
     }
-    // Of one element.
-    __device__ __forceinline__ u32 bits_of(u32 element) const {
+    // The word of an element and its neighbour.
+    __device__ __forceinline__ u32 pair_bits(u32 element) const {
         const RandomBits all = bits(element);
         u32 word = all.v[0];
 #pragma unroll
         for (int m = 1; m < 4; ++m)
             if (element % 8 / 2 == m) word = all.v[m];
+        return word;
+    }
+    // Of one element.
+    __device__ __forceinline__ u32 bits_of(u32 element) const {
+        const u32 word = pair_bits(element);
         return element % 2 ? word >> 16 : word & 0xffffu;
     }
 };

@@ -8,6 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
+from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
@@ -18,8 +20,6 @@ NO_CLAMP = "3.4028235e38f"
 Macros = tuple[tuple[str, str | int | float], ...]
 #: Longest sequence of a row that mamba2_step keeps in registers, by the largest state size.
 MOST_ENTRIES = {128: 64, 256: 48}
-#: Entries of a piece of mamba2_prefill.
-PIECE = 16
 #: Warps a device should be given before a block takes more than one head, for steps of one token and of several: the
 #: fastest of 2048, 4096 and 8192 on an H200 (docs/performance.md).
 WARPS_WANTED, VERIFY_WARPS_WANTED = 2048, 4096
@@ -47,11 +47,14 @@ def launch_record(
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
         ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
     )
-    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, state, tokens):
+    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, tokens):
         kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
         return Launch(kernel, (-(-a.num_heads * a.head_dim // 4), rows, 1), (tokens, *strides, 0))
+    dims = a.head_dim, a.state_size
+    if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state):
+        return mamba2_standard(shape, a.num_heads, dims, state, rows, (tokens, *strides, 0))
     if tokens > MAX_VERIFY_TOKENS:
-        return prefill_record(a, shape, rows, tokens, strides)
+        return prefill_record(a, shape, activation, state, rows, tokens, strides)
     return step_record(a, shape, state, rows, tokens, strides)
 
 
@@ -71,10 +74,10 @@ def fits_matrix_kernels(
     return narrow and shape and aligned
 
 
-def fits_registers(a: Mamba2Attributes, state: torch.dtype, tokens: int) -> bool:
-    """False for the longest windows with the longest verify steps, and for the prefill of the widest float32 states."""
+def fits_registers(a: Mamba2Attributes, tokens: int) -> bool:
+    """False for the longest windows with the longest verify steps."""
     if tokens > MAX_VERIFY_TOKENS:
-        return a.state_size <= 128 or state.itemsize == 2
+        return True
     limit = next(entries for size, entries in MOST_ENTRIES.items() if a.state_size <= size)
     return most_entries(a, tokens) <= limit
 
@@ -121,20 +124,6 @@ def heads_per_block(a: Mamba2Attributes, rows: int, tokens: int) -> int:
     """As many heads as leave the device enough warps, because the heads of a block share the ring's B."""
     warps, wanted = rows * a.num_heads * a.head_dim // 16, WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED
     return max(n for n in head_counts(a, tokens) if n == 1 or warps // n >= wanted)
-
-
-def prefill_record(a: Mamba2Attributes, shape: Macros, rows: int, tokens: int, strides: tuple[int, ...]) -> Launch:
-    tiles = a.head_dim // 16
-    warps = 2 if tiles % 2 == 0 else next(n for n in (5, 3, 1) if tiles % n == 0)
-    tuned = (
-        ("TOKENS", PIECE),
-        ("ENTRIES", PIECE),
-        ("HEADS_A_BLOCK", 1),
-        ("WARPS_A_BLOCK", warps),
-        ("WARPS_AN_SM", max(warps, 8)),
-    )
-    kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", 32 * warps, (*shape, *tuned))
-    return Launch(kernel, (a.num_heads * tiles // warps, rows, 1), (tokens, *strides, 0))
 
 
 def mamba2(
