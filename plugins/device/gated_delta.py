@@ -15,6 +15,7 @@ from trtllm_replayssm.plugins.device.delta_rule import (
     strides_of,
     variant,
 )
+from trtllm_replayssm.plugins.device.standard import delta_standard
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
@@ -61,6 +62,7 @@ def variants() -> list[Kernel]:
         shape = shape_of(replace(attributes, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True, block_heads)
 
+    plain = shape_of(GatedDeltaAttributes(16, 32, 128, 128, 1, 1))
     return [
         *(compiled((16, 32), (128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
         *(compiled((16, 32), (128, 128), fp32, t, split) for split in (2, 4, 8) for t in (1, 4, 64)),
@@ -70,7 +72,7 @@ def variants() -> list[Kernel]:
             for s in (fp32, bf16, fp16)
             for t in (1, 4)
         ),
-        *(compiled((16, 32), (128, 128), s, 1, window=1) for s in (fp32, bf16)),
+        *(delta_standard(plain, bf16, s, 1, ()).kernel for s in (fp32, bf16, fp16)),
         compiled((16, 32), (128, 128), fp32, 1, window=32),
         *(
             compiled((16, 32), (k, v), fp32, t)

@@ -13,6 +13,7 @@ from trtllm_replayssm.plugins.device.delta_rule import (
     strides_of,
     variant,
 )
+from trtllm_replayssm.plugins.device.standard import delta_standard
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
@@ -58,10 +59,11 @@ def variants() -> list[Kernel]:
         shape = shape_of(KdaAttributes(32, key_dim, value_dim, window, rows, bound, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True)
 
+    plain = shape_of(KdaAttributes(32, 128, 128, 1, 1))
     return [
         *(compiled((128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
         *(compiled((128, 128), fp32, t, split, -5.0) for split in (2, 4, 8) for t in (1, 4, 64)),
-        compiled((128, 128), fp32, 1, window=1),
+        *(delta_standard(plain, bf16, s, 1, ()).kernel for s in (fp32, bf16, fp16)),
         *(compiled((k, v), fp32, t) for k, v in ((64, 64), (96, 192), (192, 96), (256, 256)) for t in (1, 8, 64)),
         *(compiled((128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
         *(
