@@ -162,6 +162,12 @@ def check_run(name: str, output: Path) -> None:
     assert len(losses) == 20 and losses[0] > 7.5 and min(losses[-5:]) < losses[0] - 2
     assert 2e6 < record["parameters"] < 4e6
 
+    assert (
+        record["command"][2:5] == [name, "--output_dir", "OUTPUT"]
+        and str(output) not in (folder / "README.md").read_text()
+    )
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+
     # The card's figure is what transformers makes of the saved weights, with its own forms.
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     open_time_step(model)

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
         held_out = tokenizer.encode(corpus.held_out).ids[: options.eval_bytes]
         result = bits_per_byte(model.float(), held_out, min(options.context_len, len(held_out)), plan.batch_bytes)
         record = {
-            "command": ["python", "examples/train_tiny/train.py", *sys.argv[1:]],
+            "command": ["python", "examples/train_tiny/train.py", *without_path(sys.argv[1:], options.output_dir)],
             "machine": machine_info(device),
             "plan": asdict(plan),
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -141,7 +141,15 @@ def run(options: argparse.Namespace) -> None:
         }
         (staging / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (staging / CARD).write_text(card(options, corpus, record), encoding="utf-8")
+        # safetensors leaves its file to the owner alone.
+        for path in staging.iterdir():
+            path.chmod(0o644)
     log.info("%s: %.3f bits a byte of held-out text; written to %s", options.name, result, folder)
+
+
+def without_path(arguments: list[str], output_dir: Path) -> list[str]:
+    """The arguments as anyone can give them, whatever the folder was called."""
+    return [argument.replace(str(output_dir), "OUTPUT") for argument in arguments]
 
 
 def card(options: argparse.Namespace, corpus: Corpus, record: dict[str, Any]) -> str:
