@@ -58,9 +58,7 @@ def wrapped(plugins: Implementation, around: Callable[[Layer], Layer]) -> Implem
 
 def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
     """All that suit the engine's layers, the baseline first."""
-    plain = replace(
-        engine.config.replay, window=1, max_draft_len=0, state_dtype="float32", fold="exact", ring_dtype="auto"
-    )
+    plain = ReplayConfig(window=1)
     usual = replace(plain, window=USUAL_WINDOW)
     yield Variant(BASELINE, plain)
     for dtype in ("float32", "bfloat16", "float16"):

@@ -38,6 +38,7 @@ def test_the_modes_are_one_model(engine: Engine) -> None:
     assert [m.replay.max_draft_len for m in (standard, replayssm, speculative)] == [0, 0, 3]
     assert {m.replay.state_dtype for m in (standard, replayssm, speculative)} == {"bfloat16"}
     assert modes(ReplayConfig(window=1))[1].replay.window == 16
+    assert [m.replay.state_read_dtype for m in modes(ReplayConfig(state_read_dtype="fp8"))] == ["same", "fp8", "fp8"]
     ids = torch.tensor([[5, 6, 7]])
     logits = []
     for mode in modes(engine.config.replay):

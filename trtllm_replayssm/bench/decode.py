@@ -57,7 +57,7 @@ class DecodeTiming:
 
 
 def modes(replay: ReplayConfig, draft_len: int = 3, accepted: int = 3) -> tuple[Mode, ...]:
-    """Standard (the state is rewritten for every token), ReplaySSM, and verify steps of ``draft_len`` drafts.
+    """Standard (the state is read and rewritten for every token), ReplaySSM, and verify steps of ``draft_len`` drafts.
 
     Raises UserError when a step cannot keep ``accepted`` tokens, or the window not hold it.
     """
@@ -65,7 +65,7 @@ def modes(replay: ReplayConfig, draft_len: int = 3, accepted: int = 3) -> tuple[
         raise UserError(f"a step of {draft_len} drafts cannot keep {accepted} tokens", f"use 1 to {draft_len + 1}")
     window = replay.window if replay.window > 1 else ReplayConfig().window
     return (
-        Mode("standard", replace(replay, window=1, max_draft_len=0)),
+        Mode("standard", replace(replay, window=1, max_draft_len=0, state_read_dtype="same")),
         Mode("replayssm", replace(replay, window=window, max_draft_len=0)),
         Mode("speculative", replace(replay, window=window, max_draft_len=draft_len), draft_len + 1, accepted),
     )
