@@ -57,7 +57,7 @@ def reference() -> Implementation:
 
 
 #: Layers whose CUDA kernels know no read copy (plugins/read_copy.py).
-WITHOUT_READ_COPY = frozenset({"mamba2"})
+WITHOUT_READ_COPY: frozenset[str] = frozenset()
 
 
 def check_read_copy(layer: str, attributes: Any) -> None:

@@ -98,34 +98,54 @@ __device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePair
                  decay * state.get(2 * half + m, 1) + sum[m].v[2 * r + 1], random);
 }
 
+// Rows of B of a lane's entries 16 b + 8 s + 2 t + e; behind the end, the last one.
+struct BRows {
+    const Sequence& seq;
+    int entries, t, offsets[ENTRY_BLOCKS][2][2];
+
+    __device__ __forceinline__ BRows(const Sequence& sequence, int group, int count, int lane)
+        : seq(sequence), entries(count), t(lane % 4) {
+#pragma unroll
+        for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
+            offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(existing(i / 4, i / 2 % 2, i % 2), group);
+    }
+    __device__ __forceinline__ int existing(int b, int s, int e) const { return min(16 * b + 8 * s + 2 * t + e, entries - 1); }
+    __device__ __forceinline__ const ACT* operator()(int b, int s, int e) const {
+        return seq.b_base(existing(b, s, e)) + offsets[b][s][e];
+    }
+};
+
+// Folds into block `block` of a warp's rows, `state`, and stores the result, which becomes `folded`. `rows_out`: this lane's
+// first row, of which the block is number k, and whose first column is element `element` of the slot's state.
+__device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2], Updates& updates,
+                                           const BRows& b_rows, int block, int lane, STATE* rows_out, int k,
+                                           const RandomSource& random, int element) {
+    const int t = lane % 4;
+    PairBits bits[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits[r].draw(random, element + 2 * r * STATE_SIZE + 32 * k + 8 * t);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        Accumulator sum[2] = {};
+        sum_updates<true>(sum, updates, b_rows.entries, block, half, lane, b_rows);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            add_updates(folded[r], state[r], updates.decay, sum, half, r, bits[r]);
+            folded[r].store_half(rows_out + 2 * r * STATE_SIZE, k, half, t);
+        }
+    }
+}
+
 // Folds into one chunk of the state and stores it. `rows_out`: this lane's first row, at the chunk's first block, which is
 // element `element` of the slot's state.
 __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const Sequence& seq, int group, int entries, int chunk,
                                      int lane, STATE* rows_out, const RandomSource& random, int element) {
-    const int t = lane % 4;
     asm volatile("" : "+l"(rows_out));
-    int offsets[ENTRY_BLOCKS][2][2];
-#pragma unroll
-    for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
-        offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(min(8 * (i / 2) + 2 * t + i % 2, entries - 1), group);
-    const auto b_row = [&](int b, int s, int e) {
-        return seq.b_base(min(16 * b + 8 * s + 2 * t + e, entries - 1)) + offsets[b][s][e];
-    };
+    const BRows b_rows(seq, group, entries, lane);
 #pragma unroll
     for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
         StatePairs<STATE> folded[2];
-        PairBits bits[2];
-        bits[0].draw(random, element + 32 * k + 8 * t), bits[1].draw(random, element + 2 * STATE_SIZE + 32 * k + 8 * t);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            Accumulator sum[2] = {};
-            sum_updates<true>(sum, updates, entries, chunk * BLOCKS_A_CHUNK + k, half, lane, b_row);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                add_updates(folded[r], state.v[k][r], updates.decay, sum, half, r, bits[r]);
-                folded[r].store_half(rows_out + 2 * r * STATE_SIZE, k, half, t);
-            }
-        }
+        fold_block(folded, state.v[k], updates, b_rows, chunk * BLOCKS_A_CHUNK + k, lane, rows_out, k, random, element);
     }
 }
 

@@ -61,36 +61,39 @@ struct TokenC {
     }
 };
 
-// Multiplies B with C and, where `append` says so, stores the tokens' B rows in the ring.
+// Multiplies B of entries 8 n ... 8 n + 7 with C and, where `append` says so, stores the tokens' B rows in the ring.
+__device__ __forceinline__ void tile_products(KeptProducts& out, int n, const Sequence& seq, const TokenC& c, int group, int lane,
+                                              bool append, ACT* ring_b_out) {
+    const int j = 8 * n + lane / 4, t = lane % 4;
+    const ACT* row = seq.b(seq.existing(j), group);
+    Accumulator products = {};
+    Pairs b[BLOCKS];
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs<WIDE_STATE>(row, k, t);
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Pairs low = c.v[0][k], high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][k] : Pairs{0, 0, 0, 0};
+            const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
+            mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
+        }
+    out.set(n, products, lane);
+    if (!append || !seq.is_token(j) || j >= seq.length) return;
+    ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
+}
+
+// The same of all entries.
 __device__ __forceinline__ void group_products(KeptProducts& out, const Sequence& seq, const TokenC& c, int group, int lane,
                                                bool append, ACT* ring_b_out) {
-    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2 * ENTRY_BLOCKS; ++n) {
-        Accumulator products = {};
-        if (8 * n >= seq.length) {
-            out.set(n, products, lane);
-            continue;
-        }
-        const int j = 8 * n + g;
-        const ACT* row = seq.b(seq.existing(j), group);
-        Pairs b[BLOCKS];
-#pragma unroll
-        for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs<WIDE_STATE>(row, k, t);
-#pragma unroll
-        for (int k = 0; k < BLOCKS; ++k)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Pairs low = c.v[0][k], high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][k] : Pairs{0, 0, 0, 0};
-                const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
-                mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
-            }
-        out.set(n, products, lane);
-        if (append && seq.is_token(j) && j < seq.length) {
-            ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
-#pragma unroll
-            for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
-        }
+        if (8 * n < seq.length)
+            tile_products(out, n, seq, c, group, lane, append, ring_b_out);
+        else
+            out.set(n, Accumulator{}, lane);
     }
 }
 
@@ -108,6 +111,12 @@ struct Decays {
             const float step = steps.get(head_of_block * TOKENS + min(max(i, 0), TOKENS - 1));
             dt[b] = i < 0 ? in.dt[b] : j < seq.length ? step : 0.0f;
         }
+        add_up(lane);
+    }
+    // `steps`: of entries lane + 32 b, zero where there is none.
+    __device__ __forceinline__ Decays(const float (&steps)[ENTRY_LANES], float head_rate, int lane) : rate(head_rate) {
+#pragma unroll
+        for (int b = 0; b < ENTRY_LANES; ++b) dt[b] = steps[b];
         add_up(lane);
     }
     // Of at most 32 entries, one a lane.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.device.mamba2_copy import copy_step_record, read_bits
 from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 #: Largest finite float32: "no upper clamp" in the kernels.
@@ -34,7 +37,8 @@ def launch_record(
     tokens: int,
     strides: tuple[int, ...],
 ) -> Launch:
-    """strides: token strides of xbc and dt, then slot strides of state, ring_x, ring_b and ring_dt, in elements."""
+    """strides: token strides of xbc and dt, then slot strides of state, ring_x, ring_b, ring_dt and the read copy's pools, in
+    elements."""
     shape = (
         ("ACT", CUDA_TYPES[activation]),
         ("STATE", CUDA_TYPES[state]),
@@ -46,16 +50,32 @@ def launch_record(
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
         ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
+        ("READ_BITS", read_bits(a)),
     )
     if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, tokens):
-        kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, ("RING", CUDA_TYPES[ring])))
-        return Launch(kernel, (-(-a.num_heads * a.head_dim // 4), rows, 1), (tokens, *strides, 0))
+        return recurrent_record(a, shape, ring, rows, tokens, strides)
     dims = a.head_dim, a.state_size
-    if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state):
+    if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state) and not read_bits(a):
         return mamba2_standard(shape, a.num_heads, dims, state, rows, (tokens, *strides, 0))
+    if tokens > MAX_VERIFY_TOKENS and read_bits(a):
+        return recurrent_record(a, shape, ring, rows, tokens, strides)
     if tokens > MAX_VERIFY_TOKENS:
         return prefill_record(a, shape, activation, state, rows, tokens, strides)
+    if read_bits(a):
+        entries, counts = most_entries(a, tokens), head_counts(a, tokens)
+        return copy_step_record(a, shape, rows, tokens, entries, counts, (tokens, *strides))
     return step_record(a, shape, state, rows, tokens, strides)
+
+
+def recurrent_record(
+    a: Mamba2Attributes, shape: Macros, ring: torch.dtype, rows: int, tokens: int, strides: tuple[int, ...]
+) -> Launch:
+    """The plain recurrence: a warp for each row of the state, or a block for each head where there is a read copy."""
+    copied = read_bits(a) > 0
+    own = (("RING", CUDA_TYPES[ring]), ("FROM_COPY", int(copied and tokens <= MAX_VERIFY_TOKENS)))
+    kernel = Kernel("mamba2_recurrent.cu", "mamba2_recurrent", 128, (*shape, *own))
+    blocks = a.num_heads if copied else -(-a.num_heads * a.head_dim // 4)
+    return Launch(kernel, (blocks, rows, 1), (tokens, *strides, 0))
 
 
 def most_entries(a: Mamba2Attributes, tokens: int) -> int:
@@ -140,7 +160,7 @@ def mamba2(
     a = attributes
     rows, tokens, _ = xbc.shape
     y = torch.empty(rows, tokens, a.num_heads * a.head_dim, dtype=xbc.dtype, device=xbc.device)
-    bound = tuple(pools[name] for name in ("state", "ring_x", "ring_b", "ring_dt"))
+    bound = tuple(pools[name] for name in ("state", "ring_x", "ring_b", "ring_dt", *copy_names(a.read_dtype)))
     strides = (token_stride(xbc), token_stride(dt), *map(slot_stride, bound))
     record = launch_record(a, xbc.dtype, pools["state"].dtype, pools["ring_x"].dtype, rows, tokens, strides)
     launch(record, (xbc, dt, A_log, dt_bias, D, step, *bound), (y, *bound))
@@ -168,6 +188,17 @@ def variants() -> list[Kernel]:
         draft = tokens if tokens == 4 else 0
         a = Mamba2Attributes(*nano, 16, 16 + draft, stochastic_rounding=True)
         kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
+    # Read copies: tuned steps of several shapes, and the plain kernel.
+    copied = [
+        *product((nano,), ((bf16, fp32), (bf16, bf16)), (1, 4, 8, 16)),
+        *product((narrow, small, wide, long), ((bf16, fp32),), (1, 4)),
+        *product((nano,), ((fp32, fp32),), (1, 64)),
+    ]
+    for (shape, (activation, state), tokens), read_dtype in product(copied, FORMATS):
+        draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
+        a = replace(Mamba2Attributes(*shape, 16, 16 + draft), read_dtype=read_dtype)
+        strides = (0,) * (6 + len(copy_names(a.read_dtype)))
+        kernels.append(launch_record(a, activation, state, activation, 1, tokens, strides).kernel)
     # Windows of 64, where a row's sequence is longest.
     for tokens in (1, 16):
         a = Mamba2Attributes(*nano, 64, 64 + (tokens if tokens > 1 else 0))

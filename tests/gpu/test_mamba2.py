@@ -14,6 +14,7 @@ from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.device import mamba2 as device
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.reference import mamba2 as reference
+from trtllm_replayssm.plugins.reference.read_copy import quantise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: heads, head_dim, state_size, groups
@@ -27,11 +28,12 @@ def make_ring(generator: torch.Generator, name: str, shape: tuple[int, ...]) -> 
     return torch.randn(shape, generator=generator)
 
 
-def run_case(shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0):
+def run_case(shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0, read_dtype="same"):
     activation, state = dtypes
     heads, head_dim, state_size, groups = shape
     ring_rows = window + (draft + 1 if draft else 0)
-    attributes = Mamba2Attributes(heads, head_dim, state_size, groups, window, ring_rows, 0.001, 100.0)
+    limits = (0.001, 100.0)
+    attributes = Mamba2Attributes(*shape, window, ring_rows, *limits, read_dtype=read_dtype)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     plans = harness.random_plans(rng, rows, tokens, window, ring_rows)
     pools = attributes.pools(activation, state, activation)
@@ -97,7 +99,7 @@ def test_random(seed):
 
 
 def device_step(attributes, rows, tokens, plans, pools, seed=0):
-    """A function that runs one step on fresh copies of ``pools``' contents and returns y and the pools."""
+    """A function that runs one step on ``pools`` and returns y."""
     generator = torch.Generator().manual_seed(seed)
     a = attributes
     width = a.num_heads * a.head_dim + 2 * a.n_groups * a.state_size
@@ -112,17 +114,20 @@ def device_step(attributes, rows, tokens, plans, pools, seed=0):
     return run
 
 
-def nano_case(tokens, rows=16, slots=20):
-    attributes = Mamba2Attributes(*NANO, 16, 16 + (tokens if 1 < tokens <= 16 else 0))
+def nano_case(tokens, rows=16, slots=20, read_dtype="same"):
+    attributes = Mamba2Attributes(*NANO, 16, 16 + (tokens if 1 < tokens <= 16 else 0), read_dtype=read_dtype)
     plans = harness.random_plans(random.Random(3), rows, tokens, 16, attributes.ring_rows)
     make = partial(make_ring, torch.Generator().manual_seed(3))
     pools = harness.poisoned_pools(attributes.pools(BF16, FP32, BF16), plans, slots, make)
     return attributes, plans, pools
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 50])
-def test_repeats_and_graph_replay_are_bit_identical(tokens):
-    attributes, plans, fresh = nano_case(tokens)
+@pytest.mark.parametrize(
+    ("tokens", "read_dtype"),
+    [(1, "same"), (8, "same"), (50, "same"), (1, "fp8"), (8, "fp8"), (1, "nvfp4"), (8, "nvfp4"), (50, "nvfp4")],
+)
+def test_repeats_and_graph_replay_are_bit_identical(tokens, read_dtype):
+    attributes, plans, fresh = nano_case(tokens, read_dtype=read_dtype)
     pools = harness.to_device(fresh)
     run = device_step(attributes, 16, tokens, plans, pools)
 
@@ -146,27 +151,24 @@ def test_repeats_and_graph_replay_are_bit_identical(tokens):
         assert all(torch.equal(now[name].nan_to_num(7), pool.nan_to_num(7)) for name, pool in state.items())
 
 
-@pytest.mark.parametrize("tokens", [1, 50])
-def test_results_do_not_depend_on_the_slot(tokens):
+@pytest.mark.parametrize(("tokens", "read_dtype"), [(1, "same"), (50, "same"), (1, "fp8"), (1, "nvfp4")])
+def test_results_do_not_depend_on_the_slot(tokens, read_dtype):
     """Slots more than 2^31 elements into a pool give the same bits as near ones."""
-    attributes, plans, fresh = nano_case(tokens, rows=3, slots=6)
+    attributes, _, _ = nano_case(tokens, rows=3, slots=6, read_dtype=read_dtype)
     plans = [harness.RowPlan(slot, 1010, 1000, 1010 + tokens, tokens) for slot in (0, 1, 2)]
     make = partial(make_ring, torch.Generator().manual_seed(3))
     fresh = harness.poisoned_pools(attributes.pools(BF16, FP32, BF16), plans, 3, make)
     near = harness.to_device(fresh)
+    far = {name: pool.clone(memory_format=torch.preserve_format) for name, pool in near.items()}
     stride = 1 << 30
-    far = {
-        **near,
-        "state": torch.empty(2 * stride + (1 << 20), device="cuda").as_strided(
-            near["state"].shape, (stride, *near["state"].stride()[1:])
-        ),
-    }
-    far["state"].copy_(near["state"])
-    for name in ("ring_x", "ring_b", "ring_dt"):
-        far[name] = near[name].clone(memory_format=torch.preserve_format)
+    for name in {"state", "read_codes"} & near.keys():
+        flat = torch.empty(2 * stride + (1 << 20), dtype=near[name].dtype, device="cuda")
+        far[name] = flat.as_strided(near[name].shape, (stride, *near[name].stride()[1:]))
+        far[name].copy_(near[name])
     want = device_step(attributes, 3, tokens, plans, near)()
     got = device_step(attributes, 3, tokens, plans, far)()
-    assert torch.equal(got, want) and torch.equal(far["state"], near["state"])
+    assert torch.equal(got, want)
+    assert all(torch.equal(far[name].nan_to_num(7), pool.nan_to_num(7)) for name, pool in near.items())
 
 
 class LongRun:
@@ -289,3 +291,84 @@ def test_stochastic_rounding_takes_the_bits_of_the_contract(tokens, activation, 
 def test_stochastic_rounding_does_not_depend_on_the_slot(tokens):
     near, far = (Folds(tokens, BF16, BF16, slots).states(device.mamba2, "cuda") for slots in ([0, 1, 2], [5, 2, 9]))
     assert torch.equal(near, far)
+
+
+# ---- read copies -----------------------------------------------------------------------------------------------------
+
+both_formats = pytest.mark.parametrize("read_dtype", ["fp8", "nvfp4"])
+
+
+@both_formats
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (BF16, BF16), (FP16, FP16), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 16, 40])
+def test_copies(tokens, dtypes, read_dtype):
+    """Outputs come from the copy, also of rows that fold; the copy that a fold leaves has the bits of the definition."""
+    run_case(NANO, tokens, 16, dtypes, draft=3 if tokens == 4 else 15 if tokens == 16 else 0, read_dtype=read_dtype)
+
+
+@both_formats
+@pytest.mark.parametrize("shape", [*SHAPES[1:-1], (4, 48, 32, 2), (3, 24, 96, 3)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_copies_of_other_shapes(shape, tokens, read_dtype):
+    run_case(shape, tokens, 16, (BF16, FP32), draft=2 if tokens == 3 else 0, read_dtype=read_dtype)
+
+
+@both_formats
+@pytest.mark.parametrize("window", [1, 4, 32, 64])
+def test_copies_in_other_windows(window, read_dtype):
+    run_case(NANO, 1, window, (BF16, FP32), read_dtype=read_dtype, rows=40)
+
+
+@both_formats
+def test_blocks_of_several_heads(read_dtype):
+    """Enough rows that a block takes all heads of a group."""
+    run_case((16, 64, 128, 2), 1, 16, (BF16, FP32), rows=130, read_dtype=read_dtype)
+    run_case((16, 64, 128, 2), 4, 16, (BF16, BF16), rows=130, draft=3, read_dtype=read_dtype)
+
+
+class Verified:
+    """A request whose verify steps of four tokens keep some at random: its state at the end, and all outputs."""
+
+    TOKENS, T = 8192, 4
+
+    def __init__(self, read_dtype: str, state: torch.dtype = FP32, stochastic: bool = False) -> None:
+        generator, rng = torch.Generator("cuda").manual_seed(9), random.Random(9)
+        a = Mamba2Attributes(*NANO, 16, 16 + self.T, stochastic_rounding=stochastic, read_dtype=read_dtype)
+        self.pools = {name: pool.allocate(1, "cuda") for name, pool in a.pools(BF16, state, BF16).items()}
+        width, heads = NANO[0] * NANO[1] + 2 * NANO[3] * NANO[2], NANO[0]
+        xbc = torch.randn(1, self.TOKENS + self.T, width, generator=generator, device="cuda").bfloat16()
+        dt = torch.randn(1, self.TOKENS + self.T, heads, generator=generator, device="cuda").bfloat16()
+        # Slow decays: the state outlives thousands of tokens.
+        weights = [torch.full((heads,), value, device="cuda") for value in (-4.0, -3.0, 1.0)]
+        committed, folded, plans, kept = 0, 0, [], []
+        while committed < self.TOKENS:
+            fold_to = committed if committed - folded + self.T > 16 else folded
+            plans.append(harness.step_tensor([harness.RowPlan(0, committed, folded, fold_to, self.T)]))
+            kept.append((committed, rng.randint(1, self.T)))
+            folded, committed = fold_to, committed + kept[-1][1]
+        outputs = []
+        for plan, (at, accepted) in zip(torch.stack(plans).cuda(), kept, strict=True):
+            token = slice(at, at + self.T)
+            y = device.mamba2(a, xbc[:, token], dt[:, token], *weights, plan, self.pools)
+            outputs.append(y[0, :accepted])
+        self.outputs = torch.cat(outputs).float()
+
+
+@both_formats
+@pytest.mark.parametrize(("state", "stochastic"), [(FP32, False), (BF16, False), (BF16, True)], ids=str)
+def test_a_copy_leaves_the_checkpoint_alone(state, stochastic, read_dtype):
+    """After 8,192 tokens the checkpoint has the bits of a layer without a copy, and the copy those of the definition."""
+    plain, copied = Verified("same", state, stochastic), Verified(read_dtype, state, stochastic)
+    assert torch.equal(copied.pools["state"], plain.pools["state"])
+    for name, expected in quantise(copied.pools["state"].cpu(), read_dtype).items():
+        assert torch.equal(copied.pools[name].cpu(), expected), name
+
+
+@pytest.mark.parametrize(("read_dtype", "largest"), [("fp8", 4e-2), ("nvfp4", 0.16)])
+def test_errors_of_a_copy_do_not_grow(read_dtype, largest):
+    """Rounding never reaches the checkpoint, so that late outputs are as near as early ones."""
+    exact, copied = Verified("same").outputs, Verified(read_dtype).outputs
+    quarters = zip(copied.chunk(4), exact.chunk(4), strict=True)
+    errors = [harness.relative_error(*quarter) for quarter in quarters]
+    assert all(0 < error < largest for error in errors), errors
+    assert errors[-1] < 1.2 * errors[1], errors

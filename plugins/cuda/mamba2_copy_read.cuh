@@ -1,0 +1,371 @@
+// Outputs from the read copy: y_i = exp(c_e) S0 C_i + sum_j M_ij x_j (names in mamba2_replay.cuh), S0 being the copy's values.
+//
+// A warp takes a whole head. Codes become float16, in which they are exact, times what their block's scale leaves to the
+// operand; they are the first operand of products of 16 rows, 16 columns and 8 tokens. Lane 4 g + t has the 2 TILES rows from
+// 2 TILES g on; row 2 i + h of them is row g + 8 h of tile i. So a lane's outputs of a token are adjacent channels.
+#pragma once
+#include "mamba2_replay.cuh"
+#include "read_copy.cuh"
+
+constexpr int TILES = HEAD_DIM / 16, LANE_ROWS = 2 * TILES;
+constexpr int ENTRY_TILES = (ENTRIES + 7) / 8;
+// Tokens of a tile that a lane can have: one column of an accumulator when there is one token.
+constexpr int LANE_TOKENS = TOKENS == 1 ? 1 : 2;
+
+// Words of codes of a lane in one row: eight or four adjacent columns each.
+constexpr int CODE_WORDS = STATE_SIZE * READ_BITS / 128, WORD_COLUMNS = 32 / READ_BITS;
+constexpr int ROW_CODES = STATE_SIZE * READ_BITS / 8, ROW_SCALES = STATE_SIZE / COPY_BLOCK;
+// nvfp4: a lane has a quarter of a row, LANE_SCALES whole blocks or a part of one. fp8: eight columns of each block of 32.
+constexpr int LANE_SCALES = READ_BITS == 8 ? ROW_SCALES : ROW_SCALES < 4 ? 1 : ROW_SCALES / 4;
+
+constexpr int divisor_up_to(int n, int limit) {
+    int best = 1;
+    for (int i = 1; i <= n && i <= limit; ++i)
+        if (n % i == 0) best = i;
+    return best;
+}
+// Tiles whose codes are in registers or on their way: what 40 words hold, or fewer beside the outputs of many rows.
+constexpr int SLOTS = divisor_up_to(TILES, (TILES > 5 ? 16 : 40) / (2 * CODE_WORDS));
+
+// First column of word w of lane t.
+__device__ __forceinline__ int code_column(int t, int w) {
+    return READ_BITS == 8 ? 32 * (w / 2) + 8 * t + 4 * (w % 2) : t * (STATE_SIZE / 4) + 8 * w;
+}
+
+// N words that lie together, in accesses as wide as they may be aligned.
+template <int N>
+struct Words {
+    static constexpr int STEP = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+    u32 v[N];
+
+    __device__ __forceinline__ void load(const void* from) {
+#pragma unroll
+        for (int i = 0; i < N; i += STEP) {
+            const auto part = static_cast<const vec<u32, STEP>*>(from)[i / STEP];
+#pragma unroll
+            for (int k = 0; k < STEP; ++k) v[i + k] = part.v[k];
+        }
+    }
+    __device__ __forceinline__ void store(void* to) const {
+#pragma unroll
+        for (int i = 0; i < N; i += STEP) {
+            if constexpr (STEP == 4)
+                static_cast<uint4*>(to)[i / 4] = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+            else if constexpr (STEP == 2)
+                static_cast<uint2*>(to)[i / 2] = {v[i], v[i + 1]};
+            else
+                static_cast<u32*>(to)[i] = v[i];
+        }
+    }
+};
+
+// Codes that are read once.
+__device__ __forceinline__ void load_codes(u32 (&v)[CODE_WORDS], const u8* row) {
+    if constexpr (READ_BITS == 4 && CODE_WORDS % 4 == 0) {
+#pragma unroll
+        for (int w = 0; w < CODE_WORDS; w += 4) {
+            const uint4 part = load_streaming(row + 4 * w);
+            v[w] = part.x, v[w + 1] = part.y, v[w + 2] = part.z, v[w + 3] = part.w;
+        }
+    } else if constexpr (CODE_WORDS % 2 == 0) {
+        // fp8: eight bytes of each 32.
+#pragma unroll
+        for (int w = 0; w < CODE_WORDS; w += 2)
+            asm volatile("ld.global.cs.L2::256B.v2.u32 {%0,%1}, [%2];"
+                         : "=r"(v[w]), "=r"(v[w + 1])
+                         : "l"(row + (READ_BITS == 8 ? 16 : 4) * w));
+    } else {
+        asm volatile("ld.global.cs.L2::256B.u32 %0, [%1];" : "=r"(v[0]) : "l"(row));
+    }
+}
+
+// A lane's scales of one row: LANE_SCALES bytes, the first in the lowest place.
+struct LaneScales {
+    static constexpr int WORDS = (LANE_SCALES + 3) / 4;
+    u32 v[WORDS];
+
+    __device__ __forceinline__ void load(const u8* from) {
+        if constexpr (LANE_SCALES >= 4)
+            for (int i = 0; i < WORDS; ++i) v[i] = reinterpret_cast<const u32*>(from)[i];
+        else if constexpr (LANE_SCALES == 2)
+            v[0] = *reinterpret_cast<const u16*>(from);
+        else
+            v[0] = *from;
+    }
+    // fp8: 2^e of block i.
+    __device__ __forceinline__ float power_of_two(int i) const { return fp8_scale_value(v[i / 4] >> 8 * (i % 4) & 0xffu); }
+    // nvfp4: the scale of block i twice, as float16.
+    __device__ __forceinline__ u32 halves(int i) const {
+        return __byte_perm(from_e4m3_pair(u16(v[i / 4] >> 16 * (i % 4 / 2))), 0, i % 2 ? 0x3232 : 0x1010);
+    }
+};
+
+// Where a lane's share of a head's copy lies.
+struct CopyRows {
+    const u8 *codes, *scales;
+
+    __device__ __forceinline__ CopyRows(const ReadCopy& copy, int head, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const i64 row = i64(head) * HEAD_DIM + LANE_ROWS * g;
+        codes = copy.codes + row * ROW_CODES + code_column(t, 0) * READ_BITS / 8;
+        scales = copy.scales + row * ROW_SCALES + (READ_BITS == 8 ? 0 : t * (STATE_SIZE / 4) / COPY_BLOCK);
+    }
+    __device__ __forceinline__ void advance(int heads) {
+        codes += i64(heads) * HEAD_DIM * ROW_CODES, scales += i64(heads) * HEAD_DIM * ROW_SCALES;
+    }
+};
+
+// Both rows of a lane in a tile.
+struct CopyTile {
+    u32 codes[2][CODE_WORDS];
+    LaneScales scales[2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int w = 0; w < CODE_WORDS; ++w) codes[h][w] = 0;
+#pragma unroll
+            for (int i = 0; i < LaneScales::WORDS; ++i) scales[h].v[i] = 0;
+        }
+    }
+    __device__ __forceinline__ void load(const CopyRows& rows, int tile) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            load_codes(codes[h], rows.codes + (2 * tile + h) * ROW_CODES);
+            scales[h].load(rows.scales + (2 * tile + h) * ROW_SCALES);
+        }
+    }
+    // Keeps the compiler from converting codes where they are loaded: it would wait for memory there.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int w = 0; w < CODE_WORDS; ++w) asm volatile("" : "+r"(codes[h][w]));
+    }
+};
+
+// ---- codes to float16 ------------------------------------------------------------------------------------------------
+
+// What a pair of float16 stands for: E2M1 without an instruction of its own comes out as E4M3 does whose bits it becomes.
+constexpr float CODE_UNIT = READ_BITS == 4 && !HAS_E2M1 ? 64.0f : 1.0f;
+// Pairs of columns in the order in which they come out of a word: (0, 2), (4, 6), (1, 3), (5, 7), or as they lie.
+constexpr bool SPREAD_PAIRS = READ_BITS == 4 && !HAS_E2M1;
+constexpr int WORD_PAIRS = WORD_COLUMNS / 2;
+
+__device__ __forceinline__ void decode(u32 (&pairs)[WORD_PAIRS], u32 word) {
+    if constexpr (READ_BITS == 8) {
+        pairs[0] = from_e4m3_pair(u16(word)), pairs[1] = from_e4m3_pair(u16(word >> 16));
+    } else {
+#if HAS_E2M1
+        asm("{\n"
+            ".reg .b8 byte<4>;\n"
+            "mov.b32 {byte0, byte1, byte2, byte3}, %4;\n"
+            "cvt.rn.f16x2.e2m1x2 %0, byte0;\n"
+            "cvt.rn.f16x2.e2m1x2 %1, byte1;\n"
+            "cvt.rn.f16x2.e2m1x2 %2, byte2;\n"
+            "cvt.rn.f16x2.e2m1x2 %3, byte3;\n"
+            "}\n"
+            : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+            : "r"(word));
+#else
+        // Sign, the lower two bits of the exponent and the highest of the fraction.
+        const u32 even = word << 4 & 0x80808080u | word << 2 & 0x1c1c1c1cu, odd = word & 0x80808080u | word >> 2 & 0x1c1c1c1cu;
+        pairs[0] = from_e4m3_pair(u16(even)), pairs[1] = from_e4m3_pair(u16(even >> 16));
+        pairs[2] = from_e4m3_pair(u16(odd)), pairs[3] = from_e4m3_pair(u16(odd >> 16));
+#endif
+    }
+}
+
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// ---- C ---------------------------------------------------------------------------------------------------------------
+
+// C of tokens 8 n + g in the columns of lane t, in float16, for all warps of the block. bfloat16 has a wider range: a token's C
+// is brought near the upper end of float16's by a power of two, where elements 2^-40 times the largest still count.
+struct CopyC {
+    static constexpr int STEPS = CODE_WORDS * WORD_PAIRS / 2;  // products of 16 columns in a row
+
+    uint2 v[TOKEN_TILES][STEPS][32];
+    float unit[TOKEN_TILES][8];  // what one is, of token 8 n + i
+
+    // The second operand of a product. Volatile, or the compiler would keep it in registers.
+    __device__ __forceinline__ uint2 get(int n, int step) const {
+        uint2 pairs;
+        const u32 at = u32(__cvta_generic_to_shared(&v[n][step][threadIdx.x % 32]));
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "r"(at) : "memory");
+        return pairs;
+    }
+    // Token tile n, by one warp.
+    __device__ __forceinline__ void fill(int n, const Sequence& seq, int group, int tokens, int lane) {
+        const int t = lane % 4, i = 8 * n + lane / 4;
+        const ACT* row = seq.c(i < tokens ? i : 0, group);
+        Words<WORD_PAIRS> words[CODE_WORDS];
+        float largest = 0.0f;
+#pragma unroll
+        for (int w = 0; w < CODE_WORDS; ++w) {
+            words[w].load(row + code_column(t, w));
+#pragma unroll
+            for (int m = 0; m < WORD_PAIRS; ++m) {
+                if (i >= tokens) words[w].v[m] = 0;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) largest = fmaxf(largest, fabsf(half_to_float<ACT>(words[w].v[m], e)));
+            }
+        }
+        u32 power = 127;
+        if constexpr (same_type<ACT, bf16>::value) {
+#pragma unroll
+            for (int offset = 1; offset < 4; offset <<= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
+            power = min(268 - int(__float_as_uint(largest) >> 23), 253);
+        }
+        const float scale = __uint_as_float(power << 23);
+        if (t == 0) unit[n][lane / 4] = CODE_UNIT * __uint_as_float((254 - power) << 23);
+        const auto half = [&](int w, int column) { return scale * half_to_float<ACT>(words[w].v[column / 2], column % 2); };
+        const auto pair = [&](int w, int m) {
+            constexpr int FIRST[4] = {0, 4, 1, 5};
+            return SPREAD_PAIRS ? pack_pair<fp16>(half(w, FIRST[m]), half(w, FIRST[m] + 2))
+                                : pack_pair<fp16>(half(w, 2 * m), half(w, 2 * m + 1));
+        };
+#pragma unroll
+        for (int w = 0; w < CODE_WORDS; ++w)
+#pragma unroll
+            for (int m = 0; m < WORD_PAIRS; m += 2) v[n][(w * WORD_PAIRS + m) / 2][lane] = {pair(w, m), pair(w, m + 1)};
+    }
+};
+
+// ---- outputs ---------------------------------------------------------------------------------------------------------
+
+// A head's outputs as they form: of tile i, rows g and g + 8, tokens 8 n + 2 t and 8 n + 2 t + 1.
+struct HeadOutputs {
+    Accumulator v[TILES][TOKEN_TILES];
+};
+
+// Sets the outputs of a tile to S0 C, but for the scale of an nvfp4 head and the unit of C.
+__device__ __forceinline__ void multiply_tile(Accumulator (&out)[TOKEN_TILES], const CopyTile& tile, const CopyC& c) {
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) out[n] = {};
+    Accumulator block[TOKEN_TILES] = {};
+#pragma unroll
+    for (int w = 0; w < CODE_WORDS; ++w) {
+        u32 pairs[2][WORD_PAIRS];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            decode(pairs[h], tile.codes[h][w]);
+            if constexpr (READ_BITS == 4) {
+                const u32 scale = tile.scales[h].halves(w * LANE_SCALES / CODE_WORDS);
+#pragma unroll
+                for (int m = 0; m < WORD_PAIRS; ++m) pairs[h][m] = multiply_halves(pairs[h][m], scale);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < WORD_PAIRS; m += 2) {
+            const u32 a[4] = {pairs[0][m], pairs[1][m], pairs[0][m + 1], pairs[1][m + 1]};
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n) {
+                const uint2 b = c.get(n, (w * WORD_PAIRS + m) / 2);
+                mma_16bit<fp16>(READ_BITS == 8 ? block[n] : out[n], a, b.x, b.y);
+            }
+        }
+        if (READ_BITS == 8 && w % 2 == 1) {
+            // The block's powers of two span more than float16's range.
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int e = 0; e < LANE_TOKENS; ++e)
+                        out[n].v[2 * h + e] = fmaf(tile.scales[h].power_of_two(w / 2), block[n].v[2 * h + e], out[n].v[2 * h + e]);
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n) block[n] = {};
+        }
+    }
+}
+
+// d += a b for float32 a and b, a exact in tf32.
+__device__ __forceinline__ void mma_split_b(Accumulator& d, const float (&a)[4], float b0, float b1) {
+    const float high0 = tf32_part(b0), high1 = tf32_part(b1);
+    mma_tf32(d, a, high0, high1);
+    mma_tf32(d, a, b0 - high0, b1 - high1);
+}
+
+// Channels LANE_ROWS g ... of an entry's x.
+using LaneX = Words<TILES>;
+
+// Adds sum_j M_ij x_j. `x(s, e)` is x of entry 8 s + 2 t + e, `weight(n, s, e)` its M of token 8 n + g but for B_j . C_i.
+template <typename X, typename Weight>
+__device__ __forceinline__ void add_entries(HeadOutputs& out, const KeptProducts& bc, const Extent& seq, float D, int lane, X x,
+                                            Weight weight) {
+#pragma unroll
+    for (int s = 0; s < ENTRY_TILES; ++s) {
+        if (s > 0 && 8 * s >= seq.length) continue;
+        const LaneX even = x(s, 0), odd = x(s, 1);
+        float m[TOKEN_TILES][2];
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            const float2 products = bc.get(s, n);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int entry = seq.history + 8 * n + lane / 4, j = 8 * s + 2 * (lane % 4) + e;
+                float value = weight(n, s, e) * (e == 0 ? products.x : products.y);
+                if (j == entry) value += D;
+                m[n][e] = j > entry || entry >= seq.length ? 0.0f : value;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const float a[4] = {half_to_float<ACT>(even.v[i], false), half_to_float<ACT>(even.v[i], true),
+                                half_to_float<ACT>(odd.v[i], false), half_to_float<ACT>(odd.v[i], true)};
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n) mma_split_b(out.v[i][n], a, m[n][0], m[n][1]);
+        }
+    }
+}
+
+// Turns the products of the codes into outputs.
+template <typename X>
+__device__ __forceinline__ void finish(HeadOutputs& out, const CopyC& c, const KeptProducts& bc, const Decays& decays,
+                                       const Extent& seq, float head_scale, float D, int lane, X x) {
+    const auto scale = [&](int n, int e, float decay) {
+        const float factor = decay * c.unit[n][2 * (lane % 4) + e] * head_scale;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) out.v[i][n].v[e] *= factor, out.v[i][n].v[2 + e] *= factor;
+    };
+    const int t = lane % 4;
+    if constexpr (TOKENS == 1) {
+        const Weights weights(decays, seq.length, lane);
+        scale(0, 0, weights.decay);
+        add_entries(out, bc, seq, D, lane, x, [&](int, int s, int e) { return weights.at(s / 2, 8 * s + 2 * t + e); });
+    } else {
+        float sum_i[TOKEN_TILES];
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            sum_i[n] = decays.sum_at(seq.history + 8 * n + lane / 4);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) scale(n, e, decays.decay(0.0f, __shfl_sync(~0u, sum_i[n], 4 * (2 * t + e))));
+        }
+        add_entries(out, bc, seq, D, lane, x, [&](int n, int s, int e) {
+            const int j = (8 * s + 2 * t + e) & 31;
+            return decays.decay(__shfl_sync(~0u, decays.sum[s / 4], j), sum_i[n]) * __shfl_sync(~0u, decays.dt[s / 4], j);
+        });
+    }
+}
+
+// Stores y; `y` is at token 0 and the lane's first channel. Tokens that do not exist become zero.
+__device__ __forceinline__ void store_outputs(const HeadOutputs& out, int tokens, int t, ACT* y) {
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < LANE_TOKENS; ++e) {
+            const int i = 8 * n + 2 * t + e;
+            if (i >= TOKENS) continue;
+            LaneX channels;
+#pragma unroll
+            for (int k = 0; k < TILES; ++k)
+                channels.v[k] = i < tokens ? pack_pair<ACT>(out.v[k][n].v[e], out.v[k][n].v[2 + e]) : 0;
+            channels.store(y + i64(i) * INNER);
+        }
+}
