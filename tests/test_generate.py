@@ -138,7 +138,8 @@ class Script:
         """What is shown after each token, until the request ends."""
         pieces = []
         for token in token_ids:
-            pieces.append(self.request.take(token))
+            self.request.append(token)
+            pieces.append(self.request.tell())
             if self.request.finish_reason is not None:
                 break
         return pieces

@@ -64,8 +64,7 @@ def expected(logits: Tensor, prompt: list[int], said: list[int], params: Samplin
 def job(prompt: list[int], said: list[int], ends: list[int] = [], **params: Any) -> Job:  # noqa: B006
     made = Request(0, prompt, SamplingParams(max_tokens=99, **params), frozenset(ends), None)
     for token in said:
-        made.take(token)
-    made.finish_reason = None
+        made.append(token)
     return Job(made, 0)
 
 

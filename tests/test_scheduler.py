@@ -22,6 +22,7 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.asynchronous import AsyncScheduler
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
+from trtllm_replayssm.runtime.flight import Flight
 from trtllm_replayssm.runtime.outputs import Update
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import SamplingParams
@@ -258,7 +259,7 @@ def test_drafts_that_cannot_be_are_refused(engine: Engine, tmp_path: Path) -> No
 
 
 def recorded(made: Scheduler, asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens from now on: steps of the session, tokens that requests take, updates that are handed out."""
+    """What happens from now on: steps of the session, and tokens whose texts are made."""
     events: list[str] = []
     step = made.session.step
 
@@ -266,18 +267,18 @@ def recorded(made: Scheduler, asked: list[Request], monkeypatch: pytest.MonkeyPa
         events.append("prefill" if modes[0] == RowMode.ABSORB else "decode")
         return step(ids, first, lengths, modes, *rest)
 
-    def taking(one: Request) -> Any:
-        take = one.take
+    def telling(one: Request) -> Any:
+        tell = one.tell
 
         def recording(*given: Any) -> str:
-            events.append(f"take {one.request_id}")
-            return take(*given)
+            events.append(f"tell {one.request_id}")
+            return tell(*given)
 
         return recording
 
     monkeypatch.setattr(made.session, "step", stepping)
     for one in asked:
-        monkeypatch.setattr(one, "take", taking(one))
+        monkeypatch.setattr(one, "tell", telling(one))
     return events
 
 
@@ -296,10 +297,10 @@ def test_the_next_step_is_launched_before_the_last_tokens_are_looked_at(
         rounds[-1] = events[begun:], rounds[-1][1]
     assert [happened for happened, _ in rounds] == [
         ["prefill"],
-        ["decode", "take 0", "take 1"],
-        ["decode", "take 0", "take 1"],
-        ["decode", "take 0", "take 1"],
-        ["take 0"],
+        ["decode", "tell 0", "tell 1"],
+        ["decode", "tell 0", "tell 1"],
+        ["decode", "tell 0", "tell 1"],
+        ["tell 0"],
     ]
     for one in asked:
         assert [tokens for _, told in rounds for name, tokens in told if name == one.request_id] == [
@@ -327,20 +328,30 @@ def test_a_request_that_turns_out_to_have_ended_costs_a_row_and_nothing_else(
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=20).tokens
 
 
-@pytest.mark.parametrize("kind", ["ngram", "given"])
-def test_steps_with_drafts_wait_for_the_tokens_that_drafts_are_made_of(
+@pytest.mark.parametrize("kind", ["ngram", "mtp", "draft_model", "given"])
+def test_steps_with_drafts_wait_for_tokens_and_not_for_texts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    drafts = alone(engine, 0, [2], max_tokens=8).tokens
+    """Texts of a step are made when the next one was launched, before the host waits for it."""
+    drafts = alone(engine, 0, [2], max_tokens=20).tokens
     made = scheduler(engine, "plain" if kind == "given" else kind)
-    one = request(engine, 0, [2], max_tokens=12, drafts=drafts if kind == "given" else ())
+    one = request(engine, 0, [2], max_tokens=20, drafts=drafts if kind == "given" else ())
     made.submit(one)
     events = recorded(made, [one], monkeypatch)
+    tokens = made.launcher.tokens
+
+    def waiting(flight: Flight) -> dict[int, list[int]]:
+        events.append("wait")
+        return tokens(flight)
+
+    monkeypatch.setattr(made.launcher, "tokens", waiting)
     finish(made)
-    assert events[:3] == ["prefill", "take 0", "decode"]
-    # As soon as no draft is left, the device is ahead again.
-    assert (events[-3:] == ["decode", "take 0", "take 0"]) == (kind == "given")
-    assert one.tokens == alone(engine, 0, [2], max_tokens=12).tokens
+    assert one.tokens == drafts
+    # One event for all texts of a step.
+    brief = [event for before, event in zip(["", *events], events) if event != before]
+    steps = brief.count("decode")
+    assert steps < 20 if kind in ("draft_model", "given") else steps <= 20
+    assert brief == ["prefill", "wait", *["decode", "tell 0", "wait"] * steps, "tell 0"]
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
@@ -494,7 +505,7 @@ def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch:
     asked = [request(engine, name, [2 + name] * 5, max_tokens=9) for name in range(3)]
     for one in asked:
         made.submit(one)
-    monkeypatch.setattr(asked[1], "take", lambda token, *kept: 1 // 0)
+    monkeypatch.setattr(asked[1], "tell", lambda *kept: 1 // 0)
     errors = {u.request_id: u.error for u in finish(made) if u.finished}
     assert {name for name, error in errors.items() if error is not None} == {1}
     for one in (asked[0], asked[2]):

@@ -51,8 +51,19 @@ class Flight:
         """Drafts that the step verifies in that slot."""
         return 0 if self.verification is None else len(self.verification.drafts[slot].tokens)
 
-    def kept_of(self, slot: int, place: int, token: int) -> tuple[Tensor | None, dict[int, Logprob] | None]:
-        """Logits and log-probabilities of the slot's token at that place, where its request keeps them."""
+
+@dataclass(frozen=True)
+class News:
+    """Tokens that a request has from a step, ``count`` of them, and that nobody was told of. slot: where it was then."""
+
+    job: Job
+    slot: int
+    count: int
+    kept: KeptLogits | None
+
+    def kept_of(self, place: int) -> tuple[Tensor | None, dict[int, Logprob] | None]:
+        """Logits and log-probabilities of the next token to tell, at that place of the step, where its request keeps them."""
         if self.kept is None:
             return None, None
-        return self.kept.logits(slot, place), self.kept.logprobs(slot, place, token)
+        token = self.job.request.tokens[self.job.request.told]
+        return self.kept.logits(self.slot, place), self.kept.logprobs(self.slot, place, token)

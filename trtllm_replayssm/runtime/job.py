@@ -21,9 +21,10 @@ class Saved:
 class Job:
     """A request in the scheduler's hands.
 
-    slot: None while it waits. prefilled: prompt tokens that its slot holds. ahead: tokens that were chosen on the device and
-    that the request does not have yet. admitted: order of admission. since: tokens it had when it was admitted. wanted:
-    prefixes of the prompt that the prefix cache would like to keep, in tokens.
+    slot: None while it waits, and when it is over. over: it has said its last token, and only its text is left. prefilled:
+    prompt tokens that its slot holds. ahead: tokens that were chosen on the device and that the request does not have yet.
+    admitted: order of admission. since: tokens it had when it was admitted. wanted: prefixes of the prompt that the prefix
+    cache would like to keep, in tokens.
     """
 
     def __init__(self, request: Request, max_draft_len: int) -> None:
@@ -31,6 +32,7 @@ class Job:
         self.draft_length = DraftLength(max_draft_len) if max_draft_len else None
         self.slot: int | None = None
         self.prefilled = self.ahead = self.admitted = self.since = 0
+        self.over = False
         self.saved: Saved | None = None
         self.wanted: frozenset[int] = frozenset()
 

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 class Request:
     """One prompt on its way.
 
-    limit: tokens to generate. stream: decodes them; None without a tokenizer. history: prompt and tokens. text: what is
+    limit: tokens to generate. tokens: those that were; the first ``told`` of them were dealt with. history: prompt and tokens.
+    stream: decodes tokens; None without a tokenizer. text: what is
     certain so far; its first ``sent`` characters were handed out, the rest may be the beginning of a stop string.
     drafts: what the caller thinks will be generated, cut off before the first token that turned out to be another one.
     cached_tokens: prompt tokens that came from the prefix cache. name: what messages call the prompt.
@@ -47,6 +48,7 @@ class Request:
         self.limit = params.max_tokens
         self.history = list(prompt)
         self.tokens: list[int] = []
+        self.told = 0
         self.drafts = tuple(drafts)
         self.logits: list[Tensor] = []
         self.logprobs: list[dict[int, Logprob]] = []
@@ -73,35 +75,45 @@ class Request:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether ``take`` is given something of the logits of a token's place."""
+        """Whether ``tell`` is given something of the logits of a token's place."""
         return self.params.return_generation_logits or self.params.logprobs is not None
 
-    def take(self, token: int, logits: Tensor | None = None, logprobs: dict[int, Logprob] | None = None) -> str:
-        """Add a token; returns text that may be shown. Sets finish_reason.
-
-        logits: ``[vocab]`` on the host, logprobs: by token, both of its place, where the parameters ask for them.
-        """
+    def append(self, token: int) -> bool:
+        """Add a token; whether it ends the text, unless ``tell`` finds that an earlier one has."""
         place = len(self.tokens)
         if self.drafts[place : place + 1] != (token,):
             self.drafts = self.drafts[:place]
         self.tokens.append(token)
         self.history.append(token)
+        return token in self.end_ids or self.remaining == 0
+
+    def tell(self, logits: Tensor | None = None, logprobs: dict[int, Logprob] | None = None) -> str:
+        """Deal with the next token that was added; returns text that may be shown. Sets finish_reason.
+
+        logits: ``[vocab]`` on the host, logprobs: by token, both of its place, where the parameters ask for them. What was
+        added behind a token that ends the text is taken back.
+        """
+        token = self.tokens[self.told]
+        self.told += 1
         if logits is not None:
             self.logits.append(logits)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if token in self.end_ids:
             self.finish_reason, self.stop_reason = "stop", token
-        elif self.remaining == 0:
+        elif self.told == self.limit:
             self.finish_reason = "length"
         if self.stream is not None:
             self.extend(self.stream.push(token))
             if self.finish_reason is not None and not isinstance(self.stop_reason, str):
                 self.extend(self.stream.finish())
+        if self.finish_reason is not None:
+            del self.tokens[self.told :]
+            del self.history[len(self.prompt) + self.told :]
         return self.shown()
 
     def cancel(self) -> str:
-        """End the request where it stands; returns text that was held back."""
+        """End the request where it stands, all of its tokens told; returns text that was held back."""
         self.finish_reason = "cancelled"
         if self.stream is not None:
             self.text += self.stream.finish()
@@ -117,7 +129,7 @@ class Request:
     def extend(self, piece: str) -> None:
         """Add text, and cut it off before the first stop string, unless it is too early to end."""
         before, self.text = len(self.text), self.text + piece
-        if len(self.tokens) < self.params.min_tokens:
+        if self.told < self.params.min_tokens:
             return
         found = []
         for word in self.params.stop_words:

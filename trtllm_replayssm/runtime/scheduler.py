@@ -8,11 +8,11 @@ One step is at most one token, or one verification of drafts, of every request t
 chunk of every other. Each of the two has at most ``max_num_tokens`` tokens, so that a long prompt never holds up the others
 for longer than a chunk.
 
-The device does not wait for the host: where no draft is made of tokens, the next decode step is launched before the tokens
-of the last one are looked at, from tokens that never left the device. What it cannot know is that a request has just ended:
-that request's row is computed for nothing, its token is dropped, and its slot is free all the same. Texts, stop strings and
-whoever waits for them are dealt with while the device computes. With a drafter, or drafts of the caller, the host has to
-know the last tokens first.
+The device does not wait for texts: what the tokens of a step mean, stop strings included, is dealt with when the next step
+has been launched. Where no draft is made of tokens, it does not even wait for the host to know them: the next decode step
+reads them where they are. With a drafter, or drafts of the caller, the host has to know the last tokens first. Either way, a
+request may turn out to have ended when its next step is launched already: that row is computed for nothing, its tokens are
+dropped, and its slot is free all the same.
 
 Under tensor parallelism every rank makes the same calls; tokens and drafts are those of rank 0.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.runtime.flight import Flight
+from trtllm_replayssm.runtime.flight import Flight, News
 from trtllm_replayssm.runtime.job import Job, Saved
 from trtllm_replayssm.runtime.launching import Launcher
 from trtllm_replayssm.runtime.outputs import RequestId, Update
@@ -72,8 +72,9 @@ class Scheduler:
         self.jobs: dict[RequestId, Job] = {}
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
-        #: Steps that were launched and not dealt with.
+        #: Steps whose tokens the host does not know yet, and tokens whose texts are not made yet.
         self.flights: list[Flight] = []
+        self.untold: list[News] = []
         self.updates: list[Update] = []
         self.admissions = count()
         self.statistics = SpeculationStatistics()
@@ -83,7 +84,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether another step has anything to do or to tell."""
-        return bool(self.waiting or self.running or self.updates)
+        return bool(self.waiting or self.running or self.untold or self.updates)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises UserError when it cannot be run, or when its id is in use."""
@@ -98,6 +99,7 @@ class Scheduler:
 
         Tokens that were chosen and did not reach the host yet are dropped.
         """
+        self.tell_all()
         job = self.jobs.get(request_id)
         if job is None:
             return False
@@ -107,16 +109,22 @@ class Scheduler:
         return True
 
     def forget(self, job: Job) -> None:
-        """The request has ended; its slot is free."""
+        """The request has ended, wherever it is."""
         del self.jobs[job.request.request_id]
-        if job.slot is None:
+        if job.slot is not None:
+            self.release(job)
+        elif not job.over:
             self.waiting.remove(job)
-        else:
+
+    def release(self, job: Job) -> None:
+        """The request needs no slot, for now or for good."""
+        if job.slot is not None:
             del self.running[job.slot]
+            job.slot = None
 
     def abandon(self) -> None:
         """Drop all requests without a word."""
-        for held in (self.jobs, self.waiting, self.running, self.flights, self.updates):
+        for held in (self.jobs, self.waiting, self.running, self.flights, self.untold, self.updates):
             held.clear()
 
     def preempt(self, request_id: RequestId) -> bool:
@@ -125,6 +133,7 @@ class Scheduler:
         Where there is no memory for its state, it ends with that error.
         """
         self.settle_all()
+        self.tell_all()
         job = self.jobs.get(request_id)
         if job is None or job.slot is None:
             return False
@@ -140,8 +149,7 @@ class Scheduler:
         except Exception as error:
             self.end_all([job], error)
             return
-        del self.running[slot]
-        job.slot = None
+        self.release(job)
         self.waiting.append(job)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -159,18 +167,23 @@ class Scheduler:
         self.launch({slot: job for slot, job in self.running.items() if job.decoding}, self.decode)
         for flight in before:
             self.settle(flight)
+        if before:
+            self.tell_all()
         self.admit()
         self.launch({slot: job for slot, job in self.running.items() if job.prefilling}, self.launcher.prefill)
+        if not self.running:
+            self.tell_all()
         updates, self.updates = self.updates, []
         return updates
 
     def launch(self, jobs: Mapping[int, Job], action: Callable[[Mapping[int, Job]], Flight]) -> None:
-        """Hand a step of these jobs to the device, and deal with it at once where the step behind it depends on it."""
+        """Hand a step of these jobs to the device, tell what is untold meanwhile, and wait where the next step needs that."""
         if not jobs:
             return
         try:
             flight = action(jobs)
             self.flights.append(flight)
+            self.tell_all()
             if self.drafter is not None or flight.verification is not None:
                 self.settle_all()
             if self.prefix_cache is not None and not flight.decodes:
@@ -200,7 +213,7 @@ class Scheduler:
             if expired:
                 self.settle_all()
             for job in expired:
-                if job.slot is not None and self.lives(job):
+                if job.slot is not None:
                     self.take_out(job.slot)
         for slot in range(self.session.max_batch_size):
             if slot not in self.running and self.waiting:
@@ -240,7 +253,7 @@ class Scheduler:
     def keep_prefixes(self, cache: PrefixCache, flight: Flight) -> None:
         """Give the prefix cache what it wants of the prompts, once the drafter has read them, too."""
         for slot, job in flight.jobs.items():
-            if self.lives(job) and job.prefilled in job.wanted:
+            if self.running.get(slot) is job and job.prefilled in job.wanted:
                 last = job.prefilled - flight.starts[slot] - 1
                 cache.keep(job.request.prompt, job.prefilled, slot, self.session.hidden[slot - flight.first, last])
 
@@ -257,38 +270,55 @@ class Scheduler:
             self.settle(flight)
 
     def settle(self, flight: Flight) -> None:
-        """Hand out the tokens of a step, and tell the drafter what the requests that go on have read."""
+        """Give the requests that still run their tokens, and tell the drafter what those that go on have read."""
         try:
             tokens = self.launcher.tokens(flight)
             for slot, new in tokens.items():
-                if self.lives(flight.jobs[slot]):
-                    self.hand_out(flight, slot, new)
+                if self.running.get(slot) is flight.jobs[slot]:
+                    self.take(flight, slot, new)
             if self.drafter is not None:
-                read = [slot for slot, job in flight.jobs.items() if self.lives(job)]
+                read = [slot for slot, job in flight.jobs.items() if self.running.get(slot) is job]
                 self.drafter.observe(kept_by(flight, read, tokens, self.session.hidden))
         except Exception as error:
             self.end_all(flight.jobs.values(), error)
 
-    def lives(self, job: Job) -> bool:
-        return self.jobs.get(job.request.request_id) is job
-
-    def hand_out(self, flight: Flight, slot: int, tokens: Sequence[int]) -> None:
-        """Give a request its tokens, up to the one that ends it. What fails here is its own."""
-        job, drafted, text = flight.jobs[slot], flight.drafted(slot), ""
-        request, before = job.request, len(job.request.tokens)
+    def take(self, flight: Flight, slot: int, tokens: Sequence[int]) -> None:
+        """A request has these tokens, up to the one that ends it; then its slot is free."""
+        job, drafted = flight.jobs[slot], flight.drafted(slot)
         if flight.decodes:
-            request.statistics.count(drafted, len(tokens))
+            job.request.statistics.count(drafted, len(tokens))
             self.statistics.count(drafted, len(tokens))
         if job.draft_length is not None:
             job.draft_length.update(drafted, len(tokens) - 1)
+        added = 0
+        while added < len(tokens) and not job.over:
+            job.over = job.request.append(tokens[added])
+            added += 1
+        if job.over:
+            self.release(job)
+        self.untold.append(News(job, slot, added, flight.kept))
+
+    def tell_all(self) -> None:
+        """Make texts of all tokens that requests have, and end those that a stop string ends."""
+        untold, self.untold = self.untold, []
+        for news in untold:
+            if self.lives(news.job):
+                self.tell(news)
+
+    def lives(self, job: Job) -> bool:
+        return self.jobs.get(job.request.request_id) is job
+
+    def tell(self, news: News) -> None:
+        """What fails here is the request's own fault."""
+        request, before, text = news.job.request, news.job.request.told, ""
         try:
-            for place, token in enumerate(tokens):
-                text += request.take(token, *flight.kept_of(slot, place, token))
+            for place in range(news.count):
+                text += request.tell(*news.kept_of(place))
                 if request.finish_reason is not None:
-                    self.forget(job)
+                    self.forget(news.job)
                     break
         except Exception as error:
-            self.end_all([job], error)
+            self.end_all([news.job], error)
             return
         output = None if request.finish_reason is None else request.output()
-        self.updates.append(Update(request.request_id, request.tokens[before:], text, output))
+        self.updates.append(Update(request.request_id, request.tokens[before : request.told], text, output))
