@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.materialise import check_prefix
+from trtllm_replayssm.plugins.quantised_state import SCALE
 from trtllm_replayssm.plugins.reference.quantised_state import store_states
 from trtllm_replayssm.plugins.reference.read_copy import write_copy
 from trtllm_replayssm.plugins.reference.replay import Recurrence, replay_history
@@ -23,5 +24,9 @@ def materialise(
     state = pools["state"]
     slots, start, until = (torch.tensor([value], device=state.device) for value in (source, folded, prefix_len))
     written = torch.tensor([destination], device=state.device)
-    store_states(pools, written, replay_history(recurrence, pools, slots, start, until))
+    if prefix_len == folded:
+        for name in {"state", SCALE} & pools.keys():
+            pools[name][destination] = pools[name][source]
+    else:
+        store_states(pools, written, replay_history(recurrence, pools, slots, start, until))
     write_copy(pools, written)

@@ -115,6 +115,16 @@ def test_a_prefix_is_quantised_where_it_is_written(dtype: torch.dtype) -> None:
     assert torch.equal(pools["state"][1:].float(), codes.float()) and torch.equal(pools["state_scale"][1:], scale)
 
 
+@BOTH
+def test_an_empty_prefix_is_the_checkpoint_bit_for_bit(dtype: torch.dtype) -> None:
+    """Quantised again, scales would differ in their last bit."""
+    pools = filled(dtype)
+    A_log, _, D = weak_weights(LAYER)
+    materialise(Mamba2Recurrence(A_log, D), pools, 0, 1, folded=100, prefix_len=100)
+    for name in ("state", "state_scale"):
+        assert torch.equal(pools[name][1].contiguous().view(torch.uint8), pools[name][0].contiguous().view(torch.uint8))
+
+
 def test_longer_windows_lose_less() -> None:
     """Every fold rounds: four times fewer folds, a smaller error; fp8 has three bits of fraction where int8 has six."""
     errors: dict[Any, float] = {}
