@@ -31,7 +31,6 @@ from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine_config import EngineConfig
 from trtllm_replayssm.runtime.synthetic import synthetic_checkpoint
-from trtllm_replayssm.tuning import measure
 from trtllm_replayssm.tuning.candidate import WINDOWS, Candidate, SlotBytes, candidates
 from trtllm_replayssm.tuning.choice import chosen, explained, limits, pareto
 from trtllm_replayssm.tuning.drift import WEAK_DECAY, Drift, Request, weak_weights
@@ -178,19 +177,8 @@ def test_candidates_that_cannot_be_are_listed_with_their_reason() -> None:
     assert "multiple of 16" in str(narrow[2].refused)
 
 
-def test_a_read_copy_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(layer: str, attributes: Any) -> None:
-        if attributes.read_dtype != "same":
-            raise UserError(f"no kernel of {layer}")
-
-    monkeypatch.setattr(measure, "check_read_copy", refuse)
-    found = rows(subject(), Setting(2, 0, 64), candidates((8,), ("float32",), ("same", "fp8")))
-    assert [r.refused for r in found] == [None, "no kernel of mamba2"]
-
-
-def test_bytes_are_those_of_the_layers_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_layers_pools() -> None:
     """Nemotron 3 Nano: 23 layers of 2 MiB in float32; MXFP8 has a byte an element and one for 32."""
-    monkeypatch.setattr(measure, "check_read_copy", lambda layer, attributes: None)
     nano = TunedSubject(synthetic_checkpoint(CONFIG))
     listed = candidates((16,), ("float32", "bfloat16"), ("same", "fp8"))
     sizes = [r.bytes for r in rows(nano, Setting(256, 0, 64), listed)]
@@ -213,6 +201,18 @@ def test_every_layer_is_measured(draft_len: int) -> None:
     # Two Mamba-2 layers of [8, 16, 16] and one delta-rule layer of [4, 16, 16], two requests, two bytes an element.
     assert measured.times is not None and measured.times.mean == pytest.approx((2 * 8 + 4) * 256 * 2 * 2 / 1e3)
     assert measured.drift is not None and 1e-4 < measured.drift.last < 5e-2
+
+
+def test_quantised_states_are_candidates_on_demand() -> None:
+    setting = Setting(batch=2, draft_len=0, error_tokens=64)
+    model = subject(LAYERS[:1])
+    tuner = Tuner(model, setting, FakeTimer(), reference(), CPU)
+    found = rows(model, setting, candidates((8,), ("int8",), ("same", "fp8")))
+    measured = tuner.measured(found[0])
+    assert measured.bytes is not None and measured.bytes.checkpoint == 8 * 16 * 16 + 8 * 16 * 4
+    assert measured.drift is not None and 1e-3 < measured.drift.state < 5e-2
+    assert "does not go with state_read_dtype" in str(found[1].refused)
+    assert "feeds its rounding back" in str(rows(subject(LAYERS[:3]), setting, iter([found[0].candidate]))[0].refused)
 
 
 def test_long_cycles_are_timed_at_even_distances() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument
 from trtllm_replayssm.console import LOGGER, bytes_text, print_line, print_table
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES
 
 if TYPE_CHECKING:
     from trtllm_replayssm.tuning.measure import Row, Setting, Tuner
@@ -37,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--draft_len", type=int, help="drafts of a request in a step; by default what the model stores")
     chosen = parser.add_argument_group("candidates")
     chosen.add_argument("--windows", type=int, nargs="+", metavar="N", help="by default 4 8 12 16 24 32 64")
-    chosen.add_argument("--state_dtypes", nargs="+", choices=FLOAT_DTYPES, help="by default all")
+    chosen.add_argument(
+        "--state_dtypes", nargs="+", choices=FLOAT_STATES + QUANTISED_STATES, help="by default all of floating point"
+    )
     chosen.add_argument("--read_dtypes", nargs="+", choices=("same", "fp8", "nvfp4"), help="by default all")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -57,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.files import check_writable
-    from trtllm_replayssm.tuning.candidate import READ_DTYPES, STATE_DTYPES, WINDOWS, candidates
+    from trtllm_replayssm.tuning.candidate import READ_DTYPES, WINDOWS, candidates
     from trtllm_replayssm.tuning.measure import rows
 
     check_options(args)
     if args.output is not None:
         check_writable(args.output)
     subject, setting = subject_and_setting(args)
-    listed = candidates(args.windows or WINDOWS, args.state_dtypes or STATE_DTYPES, args.read_dtypes or READ_DTYPES)
+    listed = candidates(args.windows or WINDOWS, args.state_dtypes or FLOAT_STATES, args.read_dtypes or READ_DTYPES)
     found = rows(subject, setting, listed)
     if args.dry_run:
         print_candidates(subject, found)

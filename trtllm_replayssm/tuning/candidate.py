@@ -11,7 +11,6 @@ from trtllm_replayssm.replay import ReadDtype, ReplayConfig
 from trtllm_replayssm.tuning.subject import LayerGroup
 
 WINDOWS = (4, 8, 12, 16, 24, 32, 64)
-STATE_DTYPES = ("float32", "bfloat16", "float16")
 READ_DTYPES: tuple[ReadDtype, ...] = ("same", "fp8", "nvfp4")
 
 

@@ -19,6 +19,7 @@ from trtllm_replayssm.plugins.cursors import RowMode, Step
 from trtllm_replayssm.plugins.implementation import Implementation, reference
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.plugins.reference.quantised_state import stored_states
 from trtllm_replayssm.tuning import layer
 from trtllm_replayssm.tuning.layer import Attributes, Dtypes, signature, step_info
 
@@ -116,7 +117,8 @@ class Request:
             inputs = (x[at : at + self.rows * self.step].unflatten(0, (self.rows, self.step)) for x in self.inputs)
             outputs[at : at + self.step] = run(attributes, *inputs, *self.weights, infos[i], pools)[0]
         parts = [relative(x, y) for x, y in zip(outputs.chunk(PARTS), self.outputs.chunk(PARTS))]
-        return Drift(parts[-1], parts[0], relative(pools["state"][0].double(), self.state))
+        state = stored_states(pools, torch.zeros(1, dtype=torch.long, device=self.device))[0]
+        return Drift(parts[-1], parts[0], relative(state.double(), self.state))
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

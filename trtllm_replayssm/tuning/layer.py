@@ -16,6 +16,7 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.reference.advance import advance
+from trtllm_replayssm.plugins.reference.quantised_state import store_states
 from trtllm_replayssm.plugins.reference.read_copy import write_copy
 
 Attributes = Mamba2Attributes | GatedDeltaAttributes | KdaAttributes
@@ -60,13 +61,14 @@ def plausible_pools(
     """Pools whose slots hold what those of running requests might; no step reads a zero or something that is no number."""
     described = attributes.pools(*dtypes)
     pools = {name: pool.allocate(slots, device) for name, pool in described.items()}
-    pools["state"].normal_(std=0.1)
+    every = torch.arange(slots, device=device)
+    store_states(pools, every, 0.1 * torch.randn(pools["state"].shape, device=device))
     for name, low, high in (("ring_dt", 0.01, 0.2), ("ring_g", -0.2, 0.0), ("ring_beta", 0.0, 1.0)):
         if name in pools:
             pools[name].uniform_(low, high)
     for name in {"ring_x", "ring_b", "ring_k", "ring_v"} & pools.keys():
         pools[name].normal_()
-    write_copy(pools, torch.arange(slots, device=device))
+    write_copy(pools, every)
     return pools
 
 
