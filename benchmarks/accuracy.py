@@ -1,6 +1,6 @@
 """What windows, 16-bit states, derived folds and quantised states cost in accuracy, on a text that the model has not seen.
 
-    python -m benchmarks.accuracy --checkpoint_dir CHECKPOINT --text held_out.txt --output OUTPUT
+    python -m benchmarks.accuracy --checkpoint_dir CHECKPOINT --output OUTPUT
 
 CHECKPOINT is a folder written by ``trtllm-replayssm convert``; with ``--dtype float32`` nothing but the state differs between
 variants. Every variant is fed the same tokens, one by one, through steps of a real session: a state is rewritten, rounded
@@ -8,7 +8,7 @@ and replayed as in decoding. It is a benchmark and no command of the program, be
 engine of its user, and emulates formats that no engine has.
 
 Writes OUTPUT/NAME.json and NAME.md after each variant, so that a run that is interrupted leaves what it found, and NAME.png at
-the end; NAME is that of the checkpoint's folder.
+the end; NAME is that of the checkpoint's folder. ``python -m benchmarks.accuracy_summary`` puts several into one table.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 #: Segments of positions whose drift is shown apart.
 SEGMENTS = 8
+#: Positions whose logits are scored together: a step of a small model is short, and every launch between two counts.
+SCORED = 256
+#: The held-out text that comes with the checkout.
+TEXT = Path(__file__).parents[1] / "tests" / "data" / "trained" / "held_out.txt"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -47,12 +51,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint_dir", type=Path, required=True, help="folder written by convert, with a tokenizer"
     )
-    parser.add_argument("--text", type=Path, required=True, help="held-out text, UTF-8")
+    parser.add_argument("--text", type=Path, default=TEXT, help="held-out text, UTF-8; by default tests/data/trained's")
     parser.add_argument("--output", type=Path, required=True, help="folder for JSON, Markdown and PNG")
     parser.add_argument("--context_len", type=int, default=16384, help="tokens of each piece of the text")
     parser.add_argument("--rows", type=int, default=8, help="pieces of the text, all in one batch")
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="variants whose name has one of these words")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no variant that would not end so long after the start"
+    )
     parser.add_argument("--device", help="cuda or cpu; by default the GPU where there is one")
     parser.add_argument("--plugin_impl", default="auto", choices=("auto", "reference", "cuda"))
     return parser.parse_args(arguments)
@@ -76,22 +83,20 @@ def forced(session: Session, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Feed tokens ``[rows, n]`` one by one; information of the true next tokens, float32 bits ``[rows, n - 1]``, and the most
     probable ones, int64 ``[rows, n - 1]``, both on the session's device."""
     rows, length = tokens.shape
-    device, keep = session.engine.device, [1] * rows
-    on_device = tokens.to(device)
-    columns = on_device.T.contiguous()
-    bits, best = (
-        torch.empty(length - 1, rows, device=device),
-        torch.empty(length - 1, rows, dtype=torch.long, device=device),
-    )
+    keep, columns = [1] * rows, tokens.to(session.engine.device).T.contiguous()
     for slot in range(rows):
         session.admit(slot)
-    for position in range(length - 1):
-        logits = session.step(columns[position][:, None])[:, 0]
-        session.commit(0, keep)
-        true = columns[position + 1][:, None].long()
-        torch.div(-logits.log_softmax(-1).gather(1, true)[:, 0], math.log(2), out=bits[position])
-        torch.argmax(logits, -1, out=best[position])
-    return bits.T, best.T
+    bits, best = [], []
+    for first in range(0, length - 1, SCORED):
+        stop = min(first + SCORED, length - 1)
+        logits = []
+        for position in range(first, stop):
+            logits.append(session.step(columns[position][:, None])[:, 0])
+            session.commit(0, keep)
+        scored, true = torch.stack(logits), columns[first + 1 : stop + 1, :, None].long()
+        bits.append(-scored.log_softmax(-1).gather(-1, true)[..., 0] / math.log(2))
+        best.append(scored.argmax(-1))
+    return torch.cat(bits).T, torch.cat(best).T
 
 
 def segments(positions: int) -> list[int]:
@@ -137,6 +142,7 @@ def read_text(path: Path) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
+    start = time.perf_counter()
     for name in ("context_len", "rows"):
         if getattr(options, name) < (least := 2 if name == "context_len" else 1):
             raise UserError(f"{name} is {getattr(options, name)}; it must be {least} or more")
@@ -150,10 +156,14 @@ def run(options: argparse.Namespace) -> None:
         )
         build_engine(options.checkpoint_dir, Path(folder) / "engine", size)
         engine = Engine.load(Path(folder) / "engine", device=options.device, plugin_impl=options.plugin_impl)
-        compare(options, engine, tokens, bytes_per_token)
+        compare(options, engine, tokens, bytes_per_token, start)
 
 
-def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_per_token: float) -> None:
+def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_per_token: float, start: float) -> None:
+    """Measure all variants, and write what is found after each. start: of the run, by time.perf_counter.
+
+    Raises UserError when the report cannot be written, or a variant failed.
+    """
     comparison = Comparison(engine, tokens, bytes_per_token)
     about = {
         "command": ["python", "-m", "benchmarks.accuracy", *sys.argv[1:]],
@@ -168,15 +178,34 @@ def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_p
     options.output.mkdir(parents=True, exist_ok=True)
     report = Report(options.checkpoint_dir.resolve().name, about, comparison.segments)
     baseline, *others = variants(engine, options.windows)
-    for variant in (baseline, *(v for v in others if not options.only or any(word in v.name for word in options.only))):
-        report.results.append(result := comparison.result(variant))
-        paths = report.write(options.output)
-        print(
-            f"{result.name}: {result.bits_per_byte:.5f} bits a byte, same next token {result.agreement:.3%},"
-            f" {result.seconds:.1f} s",
-            flush=True,
-        )
-    print(*paths, *report.plot(options.output), sep="\n")
+    chosen = [v for v in others if not options.only or any(word in v.name for word in options.only)]
+    for variant in (baseline, *chosen):
+        longest = max((result.seconds for result in report.results), default=0.0)
+        if time.perf_counter() - start + longest > options.seconds:
+            report.left_out.append(variant.name)
+        elif not measured(comparison, variant, report) and not report.results:
+            break
+        report.write(options.output)
+    print(*report.write(options.output), *report.plot(options.output), sep="\n")
+    if report.failed:
+        raise UserError(f"{len(report.failed)} of {1 + len(chosen)} variants failed: {', '.join(report.failed)}")
+
+
+def measured(comparison: Comparison, variant: Variant, report: Report) -> bool:
+    """Whether the variant ran. One that fails, on a machine that cannot run it, must not end a long run."""
+    try:
+        result = comparison.result(variant)
+    except (UserError, RuntimeError) as error:
+        report.failed[variant.name] = str(error).partition("\n")[0]
+        print(f"{variant.name} failed: {error}", file=sys.stderr, flush=True)
+        return False
+    report.results.append(result)
+    print(
+        f"{result.name}: {result.bits_per_byte:.5f} bits a byte, same next token {result.agreement:.3%},"
+        f" {result.seconds:.1f} s",
+        flush=True,
+    )
+    return True
 
 
 def main() -> int:

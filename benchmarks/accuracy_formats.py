@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.plugins.read_copy import E4M3_MAX
-from trtllm_replayssm.plugins.reference.read_copy import dequantise, quantise
+from trtllm_replayssm.plugins.read_copy import E2M1_MAX, E4M3_MAX
+from trtllm_replayssm.plugins.read_copy import FORMATS as COPIES
 
 INT8_MAX = 127.0
 
@@ -39,9 +39,22 @@ def int8(state: Tensor) -> Tensor:
     return divided(state, scale).round().clamp(-INT8_MAX, INT8_MAX) * scale
 
 
+def e2m1(x: Tensor) -> Tensor:
+    """Rounded to E2M1, whose values are 0.5 apart below 2, 1 apart below 4, and 2 apart up to 6."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    apart = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return ((magnitude / apart).round() * apart).copysign(x)
+
+
 def nvfp4(state: Tensor) -> Tensor:
-    """As a read copy holds it (plugins/read_copy.py); K must be a multiple of 16."""
-    return dequantise(quantise(state, "nvfp4"))
+    """The values of a read copy (plugins/read_copy.py), in few operations; K must be a multiple of 16."""
+    blocks = state.unflatten(-1, (-1, COPIES["nvfp4"].block))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    head_scale = amax.amax((-3, -2, -1), keepdim=True) / (E2M1_MAX * E4M3_MAX)
+    block_scale = e4m3(divided(amax / E2M1_MAX, head_scale))
+    scale = block_scale * head_scale
+    codes = torch.where(scale > 0, e2m1(blocks * (1 / scale)), 0.0)
+    return (codes * block_scale * head_scale).flatten(-2)
 
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": fp8, "int8": int8, "nvfp4": nvfp4}

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.accuracy_variants import BASELINE
 from trtllm_replayssm.bench.plots import save_plot
+from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.files import output_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SCHEMA_VERSION = 1
-#: What low precision could be and is not: no option of this version makes such an engine, so no row is one.
-MISSING = (
-    ("int8, fp8 and nvfp4 states as an engine option", "emulated rows only: engines keep 32- or 16-bit states"),
-    ("16-bit states rounded at random", "the Mamba-2 recurrence can, but no engine option asks for it"),
+SCHEMA_VERSION = 2
+EMULATED = (
+    "Emulated: rounded around the engine's own recurrence, because no CUDA kernel keeps such a state of these layers."
 )
 
 
@@ -41,45 +40,73 @@ class Result:
     rewrites: int
     seconds: float
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} (emulated)" if self.emulated else self.name
+
 
 @dataclass
 class Report:
-    """segments: first position of each, and the number of positions at the end. results: in the order of the run."""
+    """segments: first position of each, and the number of positions at the end. results: in the order of the run, the
+    baseline first. failed: why, by variant. left_out: variants that there was no time for.
+    """
 
     model: str
     about: dict[str, Any]
     segments: list[int]
     results: list[Result] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """A report that ``write`` wrote. Raises UserError for anything else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("schema_version") != SCHEMA_VERSION:
+                raise ValueError("it is of another version")
+            results = [Result(**result) for result in content.pop("results")]
+            return cls(**content, results=results)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is no report of benchmarks.accuracy: {error}") from None
 
     def write(self, folder: Path) -> list[Path]:
         """Write NAME.json and NAME.md, each complete or not at all. Raises UserError when that fails."""
         paths = [folder / f"{self.model}{suffix}" for suffix in (".json", ".md")]
-        content = {"schema_version": SCHEMA_VERSION, **asdict(self), "missing": [list(row) for row in MISSING]}
+        content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         for path, text in zip(paths, (json.dumps(content, indent=1) + "\n", self.markdown())):
             with output_file(path) as file:
                 file.write(text.encode())
         return paths
 
     def markdown(self) -> str:
-        about, base = self.about, self.results[0].bits_per_byte
-        machine, lines = about["machine"], [f"## {self.model}", ""]
-        lines.append(
-            f"{about['rows']} texts of {about['context_len']} tokens ({about['bytes_per_token']:.2f} bytes each), activations"
-            f" in {about['dtype']}, {about['plugins']} implementation on {machine['name']}, {machine['date']}."
-        )
-        lines.append("")
+        lines = [f"## {self.model}", "", self.conditions(), ""]
         ends = [f"from {first}" for first in self.segments[:-1]]
         header = ["state", "bits a byte", "more than standard", "same next token", *(f"drift {end}" for end in ends)]
         rows = [header, ["---"] * len(header)]
         for result in self.results:
-            more = "" if result.name == BASELINE else f"{result.bits_per_byte / base - 1:+.4%}"
-            name = f"{result.name} (emulated)" if result.emulated else result.name
-            cells = [name, f"{result.bits_per_byte:.5f}", more, f"{result.agreement:.3%}"]
+            cells = [result.label, f"{result.bits_per_byte:.5f}", self.more(result), f"{result.agreement:.3%}"]
             rows.append([*cells, *(f"{value:.1e}" for value in result.drift)])
         lines += ["| " + " | ".join(row) + " |" for row in rows]
-        lines += ["", "Not measured, because it does not exist:", ""]
-        lines += [f"* {what}: {why}" for what, why in MISSING]
+        if any(result.emulated for result in self.results):
+            lines += ["", EMULATED]
+        if self.left_out:
+            lines += ["", f"Not run, for want of time: {'; '.join(self.left_out)}."]
+        if self.failed:
+            lines += ["", "Failed:", "", *(f"* {name}: {why}" for name, why in self.failed.items())]
         return "\n".join(lines) + "\n"
+
+    def conditions(self) -> str:
+        """One sentence: what was fed, and where."""
+        about, machine = self.about, self.about["machine"]
+        return (
+            f"{about['rows']} texts of {about['context_len']} tokens ({about['bytes_per_token']:.2f} bytes each), activations"
+            f" in {about['dtype']}, {about['plugins']} implementation on {machine['name']}, {machine['date'][:10]}."
+        )
+
+    def more(self, result: Result) -> str:
+        """How many more bits a byte than the baseline, as a percentage; empty for the baseline itself."""
+        return "" if result.name == BASELINE else f"{result.bits_per_byte / self.results[0].bits_per_byte - 1:+.4%}"
 
     def plot(self, folder: Path) -> list[Path]:
         """Write NAME.png, the drift over positions, unless no variant drifts."""

@@ -1,8 +1,8 @@
 """The ways to keep a recurrent state whose accuracy is compared.
 
-Most are options of an engine. 8- and 4-bit states as the only copy are emulated around the engine's own recurrence, whichever
-computes it: the state in memory stays float32 and holds only values of the format. Emulated variants say what a format loses;
-they have no kernel, and no speed.
+Most are options of an engine. 4-bit states as the only copy, and 8-bit ones of delta-rule layers, are emulated around the
+engine's own recurrence, whichever computes it: the state in memory stays float32 and holds only values of the format.
+Emulated variants say what a format loses; they have no kernel, and no speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.implementation import Implementation
-from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.replay import QUANTISED_STATES, ReadDtype, ReplayConfig
 from trtllm_replayssm.runtime.engine import Engine
 
 Layer = Callable[..., Tensor]
@@ -31,6 +31,7 @@ Quantise = Callable[[Tensor], Tensor]
 BASELINE = "float32, standard"
 #: Window of variants that are not tried at all of them.
 USUAL_WINDOW = 16
+READ_DTYPES: tuple[ReadDtype, ...] = ("nvfp4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,63 @@ def wrapped(plugins: Implementation, around: Callable[[Layer], Layer]) -> Implem
 
 
 def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
-    """All that suit the engine's layers, the baseline first."""
-    plain = ReplayConfig(window=1)
+    """All that suit the engine's layers: the baseline, then the others by what they say about, in case time runs out."""
+    plain = replace(
+        engine.config.replay,
+        window=1,
+        max_draft_len=0,
+        state_dtype="float32",
+        fold="exact",
+        ring_dtype="auto",
+        state_read_dtype="same",
+        state_rounding="nearest",
+    )
     usual = replace(plain, window=USUAL_WINDOW)
     yield Variant(BASELINE, plain)
-    for dtype in ("float32", "bfloat16", "float16"):
-        typed = replace(plain, state_dtype=dtype)
-        if dtype != "float32":
-            yield Variant(f"{dtype}, standard", typed)
-        for window in windows:
-            yield Variant(f"{dtype}, window {window}", replace(typed, window=window))
+    if USUAL_WINDOW in windows:
+        yield Variant(f"float32, window {USUAL_WINDOW}", usual)
+    yield from read_copies(engine, usual)
+    yield from single_copies(engine, usual, f"window {USUAL_WINDOW}")
+    yield from narrow(engine, usual, f"window {USUAL_WINDOW}")
+    yield from narrow(engine, plain, "standard")
+    yield from single_copies(engine, plain, "standard")
     if any(isinstance(layer, GatedDelta | Kda) for _, layer in engine.decoder.named_parts()):
         for ring in ("float32", "float16", "bfloat16"):
             derived = replace(usual, fold="derived", ring_dtype=ring)
             yield Variant(f"float32, window {USUAL_WINDOW}, derived fold of {ring} updates", derived)
-    for name, quantise in FORMATS.items():
-        yield Variant(f"{name} single copy, standard", plain, single_copy(quantise))
-        yield Variant(f"{name} single copy, window {USUAL_WINDOW}", usual, single_copy(quantise))
-    for read_dtype in ("fp8", "nvfp4"):
-        copied = replace(usual, state_read_dtype=read_dtype)
+    for window in windows:
+        if window != USUAL_WINDOW:
+            other = replace(plain, window=window)
+            yield Variant(f"float32, window {window}", other)
+            yield from narrow(engine, other, f"window {window}")
+
+
+def read_copies(engine: Engine, replay: ReplayConfig) -> Iterator[Variant]:
+    """An exact checkpoint, and outputs that come from a narrow copy of it."""
+    for read_dtype in READ_DTYPES:
+        copied = replace(replay, state_read_dtype=read_dtype)
         if suits(engine, copied):
-            yield Variant(f"{read_dtype} read copy, window {USUAL_WINDOW}", copied)
+            yield Variant(f"{read_dtype} read copy, window {replay.window}", copied)
+
+
+def single_copies(engine: Engine, replay: ReplayConfig, when: str) -> Iterator[Variant]:
+    """The state itself in a narrow format: the engine's, where an ordinary engine has it for these layers, or emulated."""
+    for name, quantise in FORMATS.items():
+        quantised = replace(replay, state_dtype=name) if name in QUANTISED_STATES else replay
+        if quantised.quantised_state and suits(engine, quantised):
+            yield Variant(f"{name} single copy, {when}", quantised)
+        else:
+            yield Variant(f"{name} single copy, {when}", replay, single_copy(quantise))
+
+
+def narrow(engine: Engine, replay: ReplayConfig, when: str) -> Iterator[Variant]:
+    """16-bit states, rounded to the nearest, and at random where layers can."""
+    for dtype in ("bfloat16", "float16"):
+        typed = replace(replay, state_dtype=dtype)
+        yield Variant(f"{dtype}, {when}", typed)
+        at_random = replace(typed, state_rounding="stochastic")
+        if suits(engine, at_random):
+            yield Variant(f"{dtype}, {when}, rounded at random", at_random)
 
 
 def suits(engine: Engine, replay: ReplayConfig) -> bool:
