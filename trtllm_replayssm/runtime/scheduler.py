@@ -26,13 +26,14 @@ from itertools import count
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.flight import Flight, News
-from trtllm_replayssm.runtime.job import Job, Saved
+from trtllm_replayssm.runtime.job import Job
 from trtllm_replayssm.runtime.launching import Launcher
 from trtllm_replayssm.runtime.outputs import RequestId, Update
+from trtllm_replayssm.runtime.placing import keep_prefixes, place, saved
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
 from trtllm_replayssm.runtime.session import Session
-from trtllm_replayssm.runtime.speculation.drafter import Drafter, Kept, draft_room
+from trtllm_replayssm.runtime.speculation.drafter import Drafter, draft_room
 from trtllm_replayssm.runtime.speculation.drafting import drafts_for, kept_by
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
 
@@ -144,8 +145,7 @@ class Scheduler:
         """Empty a slot; whatever its request has said is on the host."""
         job = self.running[slot]
         try:
-            drafted = None if self.drafter is None else self.drafter.save(slot)
-            job.saved = Saved(self.session.save(slot, "cpu"), drafted)
+            job.saved = saved(slot, self.session, self.drafter)
         except Exception as error:
             self.end_all([job], error)
             return
@@ -187,7 +187,8 @@ class Scheduler:
             if self.drafter is not None or flight.verification is not None:
                 self.settle_all()
             if self.prefix_cache is not None and not flight.decodes:
-                self.keep_prefixes(self.prefix_cache, flight)
+                kept = [slot for slot, job in jobs.items() if self.running.get(slot) is job]
+                keep_prefixes(self.prefix_cache, flight, kept, self.session.hidden)
         except Exception as error:
             self.end_all(jobs.values(), error)
 
@@ -221,41 +222,12 @@ class Scheduler:
 
     def place(self, slot: int, job: Job) -> None:
         job.admitted, job.since = next(self.admissions), len(job.request.tokens)
-        saved, job.saved = job.saved, None
         self.running[slot], job.slot = job, slot
         try:
             self.launcher.sampler.place(slot, job.request)
-            if saved is None:
-                self.session.admit(slot)
-                if self.drafter is not None:
-                    self.drafter.admit(slot)
-                self.resume_prefix(slot, job)
-            else:
-                self.session.restore(slot, saved.slot)
-                if self.drafter is not None:
-                    self.drafter.restore(slot, saved.drafter)
+            place(job, slot, self.session, self.drafter, self.prefix_cache)
         except Exception as error:
             self.end_all([job], error)
-
-    def resume_prefix(self, slot: int, job: Job) -> None:
-        """Begin the prompt behind what the prefix cache knows of it."""
-        if self.prefix_cache is None:
-            return
-        prompt = job.request.prompt
-        match = self.prefix_cache.resume(prompt, slot)
-        job.prefilled = job.request.cached_tokens = match.resumed
-        job.wanted = match.wanted
-        if self.drafter is not None and match.hidden is not None:
-            # The token behind the prefix is another one than when the prefix was read.
-            last = match.resumed - 1
-            self.drafter.observe({slot: Kept(last, match.hidden[None], [prompt[match.resumed]])})
-
-    def keep_prefixes(self, cache: PrefixCache, flight: Flight) -> None:
-        """Give the prefix cache what it wants of the prompts, once the drafter has read them, too."""
-        for slot, job in flight.jobs.items():
-            if self.running.get(slot) is job and job.prefilled in job.wanted:
-                last = job.prefilled - flight.starts[slot] - 1
-                cache.keep(job.request.prompt, job.prefilled, slot, self.session.hidden[slot - flight.first, last])
 
     def decode(self, jobs: Mapping[int, Job]) -> Flight:
         """One token, or one verification of drafts, for requests that are through their prompt."""
