@@ -1,8 +1,9 @@
 // Folds a row's ring into the checkpoint of several heads, and writes their read copies.
 //
 // A warp owns 16 rows of each head and keeps them in registers until the head's largest magnitude is known and their codes
-// are stored. The next head's rows are requested block by block as registers become free.
+// are stored. The next head's rows travel to the L2 cache meanwhile, and to registers block by block as these become free.
 #pragma once
+#include "bulk_copy.cuh"
 #include "mamba2_copy.cuh"
 #include "mamba2_fold.cuh"
 
@@ -44,13 +45,67 @@ struct WarpMagnitudes {
     float v[2][WARPS];
 };
 
+// B of the group's entries in float32, two entries side by side.
+struct SharedB {
+    static constexpr int ROWS = 4 * ((ENTRIES + 7) / 8), PITCH = STATE_SIZE + 16;
+    float2 v[ROWS][PITCH];
+
+    // Rows begin in different banks, so that the lanes of a quad read at once what lies below each other.
+    __device__ static __forceinline__ int shift(int row) { return WIDE_STATE ? 2 * (row % 2) + 8 * (row / 2 % 2) : 2 * (row % 4); }
+    __device__ __forceinline__ void fill(const Sequence& seq, int group, int entries) {
+        constexpr int UNITS = STATE_SIZE / 8;
+        for (int at = threadIdx.x; at < (entries + 1) / 2 * UNITS; at += 32 * WARPS) {
+            const int row = at / UNITS, column = at % UNITS * 8;
+            const uint4 even = *reinterpret_cast<const uint4*>(seq.b(2 * row, group) + column);
+            const uint4 odd = *reinterpret_cast<const uint4*>(seq.b(min(2 * row + 1, entries - 1), group) + column);
+            const u32 low[4] = {even.x, even.y, even.z, even.w}, high[4] = {odd.x, odd.y, odd.z, odd.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                v[row][shift(row) + column + i] = {half_to_float<ACT>(low[i / 2], i % 2), half_to_float<ACT>(high[i / 2], i % 2)};
+        }
+    }
+};
+
+// The lane's view of it. Rows behind the last are never written: their entries weigh nothing, and the last stands for them.
+struct SharedBRows {
+    const SharedB& b;
+    int lane, last;
+
+    __device__ __forceinline__ BOperands get(int block16, int s, int block, int half) const {
+        const int g = lane / 4, row = min(8 * block16 + 4 * s + lane % 4, last);
+        const int column = 32 * block + (WIDE_STATE ? 16 * half + 4 * (g / 2) : 8 * (g / 2) + 4 * half) + g % 2;
+        const float2* at = &b.v[row][SharedB::shift(row) + column];
+        const float2 first = at[0], second = at[2];
+        return {{first.x, second.x}, {first.y, second.y}};
+    }
+};
+
+// Requests a head's share of the sequence. Its addresses are worked out anew: registers are short, and time is not.
+__device__ __forceinline__ void load_inputs(HeadInputs& in, const Sequence& seq, int head, int p0, int lane) {
+#pragma unroll
+    for (int b = 0; b < ENTRY_LANES; ++b)
+        in.dt[b] = lane + 32 * b < seq.history ? seq.in.ring_dt[head * RING_ROWS + seq.ring_row(lane + 32 * b)] : 0.0f;
+#pragma unroll
+    for (int b = 0; b < ENTRY_BLOCKS; ++b)
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+            if (is_needed(b, seq.length))
+                in.x[b][s] = load_8_bytes(seq.x(seq.existing(16 * b + 8 * s + lane / 4), head) + p0 + 4 * (lane % 4));
+}
+
+// Brings the 16 rows of a warp to the L2 cache; `rows` is the first.
+__device__ __forceinline__ void prefetch_rows(const STATE* rows, int lane) {
+    if (lane == 0) prefetch_bulk(rows, 16 * STATE_SIZE * sizeof(STATE));
+}
+
 // `state` and `copy` are the slot's. All warps of the block take part, and none reads the copy any more.
 __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& scalars, int first, int heads, STATE* state,
-                                           const ReadCopy& copy, const RandomSource& random, WarpMagnitudes& magnitudes) {
+                                           const ReadCopy& copy, const RandomSource& random, WarpMagnitudes& magnitudes, SharedB& b) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, group = first / HEADS_A_GROUP;
     const int row = 16 * warp + state_row(g);
     const bool has_checkpoint = seq.row.folded > 0;
     const int entries = seq.row.fold_entries();
+    STATE* warp_rows = state + first * HEAD_SIZE + 16 * warp * STATE_SIZE;
     state += first * HEAD_SIZE + row * STATE_SIZE;
 
     StateTile<STATE> tile;
@@ -65,23 +120,27 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
     };
 #pragma unroll
     for (int k = 0; k < BLOCKS; ++k) load(k);
-    HeadCursor cursor(seq, first, 16 * warp, lane);
     HeadInputs in;
-    cursor.take(in, seq, lane);
+    load_inputs(in, seq, first, 16 * warp, lane);
+    b.fill(seq, group, entries);
+    __syncthreads();
+    const SharedBRows b_rows = {b, lane, (entries - 1) / 2};
 
     for (int head = 0; head < heads; ++head) {
+        warp_rows += HEAD_SIZE;
+        if (has_checkpoint && head + 1 < heads) prefetch_rows(warp_rows, lane);
         const Decays decays = scalars.decays(in.dt, seq, head, lane);
         Updates updates(in, decays, entries, lane);
         seq.forget_addresses();
-        const BRows b_rows(seq, group, entries, lane);
         const int element = (first + head) * HEAD_SIZE + row * STATE_SIZE;
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k) {
             tile[k][0].keep(), tile[k][1].keep();
-            fold_block(tile[k], tile[k], updates, b_rows, k, lane, state, k, random, element);
+            if constexpr (ENTRY_BLOCKS > 1) updates.keep();
+            fold_block(tile[k], tile[k], updates, b_rows, entries, k, lane, state, k, random, element);
         }
         // The sums' registers are free for what the next head needs.
-        if (head + 1 < heads) cursor.take(in, seq, lane);
+        if (head + 1 < heads) load_inputs(in, seq, first + head + 1, 16 * warp, lane);
         float head_scale = 0.0f;
         if constexpr (READ_BITS == 4) {
             float amax = tile_magnitude<STATE>(tile);

@@ -21,10 +21,8 @@ struct ReadInputs {
 // Where they lie; moves from head to head of the warp.
 struct ReadCursor {
     int x[AHEAD > 0 ? AHEAD : 1][2];  // from the tokens or from the ring
-    const float* dt;
 
     __device__ __forceinline__ ReadCursor(const Sequence& seq, int head, int lane) {
-        dt = seq.in.ring_dt + head * RING_ROWS;
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s)
 #pragma unroll
@@ -39,11 +37,10 @@ struct ReadCursor {
         return seq.existing(8 * s + 2 * (lane % 4) + e);
     }
     __device__ static __forceinline__ const ACT* base(const Sequence& seq, int j) { return seq.is_token(j) ? seq.in.xbc : seq.in.ring_x; }
-    __device__ __forceinline__ void take(ReadInputs& out, const Sequence& seq, int lane) {
+    __device__ __forceinline__ void take(ReadInputs& out, const Sequence& seq, int head, int lane) {
 #pragma unroll
         for (int b = 0; b < ENTRY_LANES; ++b)
-            out.dt[b] = lane + 32 * b < seq.history ? dt[seq.ring_row(lane + 32 * b)] : 0.0f;
-        dt += WARPS * RING_ROWS;
+            out.dt[b] = lane + 32 * b < seq.history ? seq.in.ring_dt[head * RING_ROWS + seq.ring_row(lane + 32 * b)] : 0.0f;
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s)
 #pragma unroll
@@ -89,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
     __shared__ CopyC c;
     __shared__ SharedScalars scalars;
     __shared__ WarpMagnitudes magnitudes;
+    __shared__ SharedB b;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int first = blockIdx.x * heads_per_block, last = first + heads_per_block, group = first / HEADS_A_GROUP;
     // Each stage asks for the row's sequence itself, so that nothing of it is kept in registers in between.
@@ -116,6 +114,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
         const ReadCopy copy = COPY_OF_SLOT(row.slot);
         const bool appends = !row.absorbs(), has_checkpoint = row.folded > 0;
 
+        if (row.folds() && has_checkpoint)
+            prefetch_rows(state_out + row.slot * state_stride + first * HEAD_SIZE + 16 * warp * STATE_SIZE, lane);
         // Without a checkpoint the codes stay zero: nothing is ever loaded into them.
         CopyRows rows(copy, first + warp, lane);
         CopyTile tiles[SLOTS];
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
         }
         ReadCursor cursor(seq, first + warp, lane);
         ReadInputs in;
-        if (first + warp < last) cursor.take(in, seq, lane);
+        if (first + warp < last) cursor.take(in, seq, first + warp, lane);
         scalars.fill(seq, copy, first, heads_per_block);
         share_products(bc, seq, group, warp, lane, appends && first % HEADS_A_GROUP == 0, ring_b_out + row.slot * ring_b_stride);
         for (int n = WARPS - 1 - warp; n < TOKEN_TILES; n += WARPS) c.fill(n, seq, group, row.tokens, lane);
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             };
             finish(out, c, bc, decays, seq, scalars.copy_scale[head - first], scalars.D[head - first], lane, x);
             seq.forget_addresses();
-            if (head + WARPS < last) cursor.take(in, seq, lane);
+            if (head + WARPS < last) cursor.take(in, seq, head + WARPS, lane);
             store_outputs(out, row.tokens, t, y + head * HEAD_DIM);
         }
         if (appends)
@@ -164,5 +164,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
     __syncthreads();
     const Sequence seq = sequence();
     fold_heads(seq, scalars, first, heads_per_block, state_out + seq.row.slot * state_stride, COPY_OF_SLOT(seq.row.slot),
-               RandomSource{step, int(blockIdx.y)}, magnitudes);
+               RandomSource{step, int(blockIdx.y)}, magnitudes, b);
 }

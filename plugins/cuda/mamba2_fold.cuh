@@ -24,13 +24,6 @@ struct Updates {
             }
         }
     }
-    // Rounds u to tf32, for a state that keeps fewer bits still.
-    __device__ __forceinline__ void round() {
-#pragma unroll
-        for (int block = 0; block < ENTRY_BLOCKS; ++block)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) u[block][i / 4][i % 4] = round_tf32(u[block][i / 4][i % 4]);
-    }
     // Keeps the compiler from splitting u once and for all, which would double its registers.
     __device__ __forceinline__ void keep() {
 #pragma unroll
@@ -40,29 +33,48 @@ struct Updates {
     }
 };
 
-// sum_j u_j B_j^T of one block of 32 columns, pairs 2 half and 2 half + 1; `b_row(b, s, e)` is the address of the B row of entry
-// 16 b + 8 s + 2 t + e. SPLIT: u is float32, not rounded.
-template <bool SPLIT, typename Rows>
-__device__ __forceinline__ void sum_updates(Accumulator (&sum)[2], Updates& updates, int entries, int block, int half, int lane,
-                                            Rows b_row) {
-    const int g = lane / 4;
-    if constexpr (SPLIT) updates.keep();
+// Second operands of two products: B of a lane's entries 16 b + 8 s + 2 t (even) and the next (odd), in one column for each m.
+struct BOperands {
+    float even[2], odd[2];
+};
+
+// B where the entries lie; behind the end, the last of them.
+struct BRows {
+    const Sequence& seq;
+    int entries, lane, offsets[ENTRY_BLOCKS][2][2];
+
+    __device__ __forceinline__ BRows(const Sequence& sequence, int group, int count, int lane_)
+        : seq(sequence), entries(count), lane(lane_) {
+#pragma unroll
+        for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
+            offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(existing(i / 4, i / 2 % 2, i % 2), group);
+    }
+    __device__ __forceinline__ int existing(int b, int s, int e) const {
+        return min(16 * b + 8 * s + 2 * (lane % 4) + e, entries - 1);
+    }
+    __device__ __forceinline__ const ACT* row(int b, int s, int e) const { return seq.b_base(existing(b, s, e)) + offsets[b][s][e]; }
+    __device__ __forceinline__ BOperands get(int b, int s, int block, int half) const {
+        const int g = lane / 4;
+        const uint2 even = load_two_pairs<WIDE_STATE>(row(b, s, 0), block, half, g / 2);
+        const uint2 odd = load_two_pairs<WIDE_STATE>(row(b, s, 1), block, half, g / 2);
+        return {{half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(even.y, g & 1)},
+                {half_to_float<ACT>(odd.x, g & 1), half_to_float<ACT>(odd.y, g & 1)}};
+    }
+};
+
+// sum_j u_j B_j^T of one block of 32 columns, pairs 2 half and 2 half + 1.
+template <typename Rows>
+__device__ __forceinline__ void sum_updates(Accumulator (&sum)[2], const Updates& updates, int entries, int block, int half,
+                                            const Rows& b_rows) {
 #pragma unroll
     for (int b = 0; b < ENTRY_BLOCKS; ++b) {
         if (!is_needed(b, entries)) continue;
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            const uint2 even = load_two_pairs<WIDE_STATE>(b_row(b, s, 0), block, half, g / 2);
-            const uint2 odd = load_two_pairs<WIDE_STATE>(b_row(b, s, 1), block, half, g / 2);
-            const float b0[2] = {half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(even.y, g & 1)};
-            const float b1[2] = {half_to_float<ACT>(odd.x, g & 1), half_to_float<ACT>(odd.y, g & 1)};
+            if (16 * b + 8 * s >= ENTRIES) continue;
+            const BOperands operands = b_rows.get(b, s, block, half);
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                if constexpr (SPLIT)
-                    mma_split_a(sum[m], updates.u[b][s], b0[m], b1[m]);
-                else
-                    mma_tf32(sum[m], updates.u[b][s], b0[m], b1[m]);
-            }
+            for (int m = 0; m < 2; ++m) mma_split_a(sum[m], updates.u[b][s], operands.even[m], operands.odd[m]);
         }
     }
 }
@@ -98,28 +110,12 @@ __device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePair
                  decay * state.get(2 * half + m, 1) + sum[m].v[2 * r + 1], random);
 }
 
-// Rows of B of a lane's entries 16 b + 8 s + 2 t + e; behind the end, the last one.
-struct BRows {
-    const Sequence& seq;
-    int entries, t, offsets[ENTRY_BLOCKS][2][2];
-
-    __device__ __forceinline__ BRows(const Sequence& sequence, int group, int count, int lane)
-        : seq(sequence), entries(count), t(lane % 4) {
-#pragma unroll
-        for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
-            offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(existing(i / 4, i / 2 % 2, i % 2), group);
-    }
-    __device__ __forceinline__ int existing(int b, int s, int e) const { return min(16 * b + 8 * s + 2 * t + e, entries - 1); }
-    __device__ __forceinline__ const ACT* operator()(int b, int s, int e) const {
-        return seq.b_base(existing(b, s, e)) + offsets[b][s][e];
-    }
-};
-
 // Folds into block `block` of a warp's rows, `state`, and stores the result, which becomes `folded`. `rows_out`: this lane's
 // first row, of which the block is number k, and whose first column is element `element` of the slot's state.
-__device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2], Updates& updates,
-                                           const BRows& b_rows, int block, int lane, STATE* rows_out, int k,
-                                           const RandomSource& random, int element) {
+template <typename Rows>
+__device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2],
+                                           const Updates& updates, const Rows& b_rows, int entries, int block, int lane,
+                                           STATE* rows_out, int k, const RandomSource& random, int element) {
     const int t = lane % 4;
     PairBits bits[2];
 #pragma unroll
@@ -127,7 +123,7 @@ __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         Accumulator sum[2] = {};
-        sum_updates<true>(sum, updates, b_rows.entries, block, half, lane, b_rows);
+        sum_updates(sum, updates, entries, block, half, b_rows);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             add_updates(folded[r], state[r], updates.decay, sum, half, r, bits[r]);
@@ -145,7 +141,8 @@ __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const
 #pragma unroll
     for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
         StatePairs<STATE> folded[2];
-        fold_block(folded, state.v[k], updates, b_rows, chunk * BLOCKS_A_CHUNK + k, lane, rows_out, k, random, element);
+        updates.keep();
+        fold_block(folded, state.v[k], updates, b_rows, entries, chunk * BLOCKS_A_CHUNK + k, lane, rows_out, k, random, element);
     }
 }
 

@@ -8,9 +8,9 @@ struct Outputs {
     Accumulator v[2];
 };
 
-// S0 C of a head, accumulated chunk by chunk. A float32 state counts in two parts, or rounded to tf32; either way two
-// accumulators halve the chain of dependent instructions.
-template <typename T, bool SPLIT = sizeof(T) == 4>
+// S0 C of a head, accumulated chunk by chunk. A float32 state counts in two parts, whose two accumulators halve the chain of
+// dependent instructions.
+template <typename T>
 struct StateProducts {
     static constexpr int PARTS = sizeof(T) == 4 ? 2 : 1;
     Accumulator v[2][PARTS];
@@ -48,11 +48,8 @@ private:
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const float first = s[q].get(m, 0), second = s[q].get(m, 1);
-                if constexpr (sizeof(T) == 4 && !SPLIT)
-                    mma_tf32(v[q][m % PARTS], a, round_tf32(first), round_tf32(second));
-                else
-                    mma_tf32(v[q][0], a, first, second);
-                if constexpr (SPLIT)
+                mma_tf32(v[q][0], a, first, second);
+                if constexpr (PARTS > 1)
                     mma_tf32(v[q][PARTS - 1], a, first - tf32_part(first), second - tf32_part(second));
             }
         }

@@ -119,11 +119,6 @@ struct Decays {
         for (int b = 0; b < ENTRY_LANES; ++b) dt[b] = steps[b];
         add_up(lane);
     }
-    // Of at most 32 entries, one a lane.
-    __device__ __forceinline__ Decays(float step, float head_rate, int lane) : rate(head_rate) {
-        dt[0] = step;
-        add_up(lane);
-    }
     __device__ __forceinline__ void add_up(int lane) {
         float carried = 0.0f;
 #pragma unroll

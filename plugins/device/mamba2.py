@@ -15,8 +15,8 @@ from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standar
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
-from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
-from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
+from trtllm_replayssm.plugins.read_copy import copy_names
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 
 #: Largest finite float32: "no upper clamp" in the kernels.
 NO_CLAMP = "3.4028235e38f"
@@ -194,7 +194,8 @@ def variants() -> list[Kernel]:
         *product((narrow, small, wide, long), ((bf16, fp32),), (1, 4)),
         *product((nano,), ((fp32, fp32),), (1, 64)),
     ]
-    for (shape, (activation, state), tokens), read_dtype in product(copied, FORMATS):
+    formats: tuple[ReadDtype, ...] = ("fp8", "nvfp4")
+    for (shape, (activation, state), tokens), read_dtype in product(copied, formats):
         draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
         a = replace(Mamba2Attributes(*shape, 16, 16 + draft), read_dtype=read_dtype)
         strides = (0,) * (6 + len(copy_names(a.read_dtype)))

@@ -45,4 +45,6 @@ def copy_step_record(
 
 def step_warps(a: Mamba2Attributes, tokens: int, entries: int) -> int:
     """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
-    return 8 if a.state_size > 128 or a.head_dim > 64 or tokens > 8 or entries > 24 or a.stochastic_rounding else 12
+    if a.state_size > 128 or a.head_dim > 64 or tokens > 8 or entries > 24 or a.stochastic_rounding:
+        return 8
+    return 16 if read_bits(a) == 4 and tokens == 1 and entries <= 16 else 12
