@@ -41,7 +41,7 @@ SEGMENTS = 8
 #: Positions whose logits are scored together: a step of a small model is short, and every launch between two counts.
 SCORED = 256
 #: The held-out text that comes with the checkout.
-TEXT = Path(__file__).parents[1] / "tests" / "data" / "trained" / "held_out.txt"
+TEXT = Path(__file__).resolve().parents[1] / "tests" / "data" / "trained" / "held_out.txt"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
