@@ -56,31 +56,6 @@ def reference() -> Implementation:
     )
 
 
-#: Layers whose CUDA kernels know no read copy (plugins/read_copy.py).
-WITHOUT_READ_COPY: frozenset[str] = frozenset()
-
-
-def check_read_copy(layer: str, attributes: Any) -> None:
-    """Raises EngineError when the layer's kernels cannot keep the read copy that its attributes ask for."""
-    if attributes.read_dtype != "same" and layer in WITHOUT_READ_COPY:
-        raise EngineError(
-            f"the CUDA kernels of {layer} layers have no read copies ({attributes.read_dtype})",
-            "use --plugin_impl reference, or build with --state_read_dtype same",
-        )
-
-
-def checked(layer: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``kernel`` where it can serve the attributes, its first argument."""
-    if layer not in WITHOUT_READ_COPY:
-        return kernel
-
-    def run(attributes: Any, *arguments: Any) -> Tensor:
-        check_read_copy(layer, attributes)
-        return kernel(attributes, *arguments)
-
-    return run
-
-
 def by_state(plain: Callable[..., Any], quantised: Callable[..., Any], pools_at: int = -1) -> Callable[..., Any]:
     """``plain``, or ``quantised`` where the pools, an argument of both, have a quantised state (plugins/quantised_state.py)."""
 
@@ -111,9 +86,9 @@ def cuda() -> Implementation:
         "cuda",
         advance.advance,
         causal_conv.causal_conv,
-        by_state(checked("mamba2", mamba2.mamba2), quantised.mamba2),
-        by_state(checked("gated_delta", gated_delta.gated_delta), without_quantised_state("gated_delta")),
-        by_state(checked("kda", kda.kda), without_quantised_state("kda")),
+        by_state(mamba2.mamba2, quantised.mamba2),
+        by_state(gated_delta.gated_delta, without_quantised_state("gated_delta")),
+        by_state(kda.kda, without_quantised_state("kda")),
         # Only Mamba-2 layers come as far as a snapshot with such a state.
         by_state(materialise.materialise, quantised.materialise, pools_at=1),
     )

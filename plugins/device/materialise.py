@@ -66,7 +66,7 @@ def variants() -> list[Kernel]:
     """Nemotron-3 Nano, Qwen3.5-35B and Kimi Linear with both state types and both read copies, and a derived fold."""
     bf16, fp32 = torch.bfloat16, torch.float32
     plain = Mamba2Recurrence(torch.zeros(1), torch.zeros(1))
-    layers = (
+    layers: tuple[Mamba2Attributes | GatedDeltaAttributes | KdaAttributes, ...] = (
         Mamba2Attributes(64, 64, 128, 8, 16, 16),
         GatedDeltaAttributes(16, 32, 128, 128, 16, 16),
         KdaAttributes(32, 128, 128, 16, 16),

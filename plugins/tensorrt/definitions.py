@@ -13,7 +13,6 @@ from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
 from trtllm_replayssm.plugins.device import advance, causal_conv, delta_rule, gated_delta, kda, mamba2
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
-from trtllm_replayssm.plugins.implementation import check_read_copy
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Launch
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
@@ -108,7 +107,6 @@ def conv_launch(a: CausalConvAttributes, bound: Mapping[str, Bound], rows: int, 
 
 
 def mamba2_launch(a: Mamba2Attributes, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
-    check_read_copy("mamba2", a)
     dtypes = (bound["xbc"].dtype, bound["state"].dtype, bound["ring_x"].dtype)
     moved = strides(bound, "xbc", "dt", "state", "ring_x", "ring_b", "ring_dt", *copy_names(a.read_dtype))
     return mamba2.launch_record(a, *dtypes, rows, count, moved)
@@ -117,7 +115,6 @@ def mamba2_launch(a: Mamba2Attributes, bound: Mapping[str, Bound], rows: int, co
 def delta_launch(shape_of: Callable[[Any], delta_rule.DeltaShape], *inputs: str) -> Callable[..., Launch]:
     def launch(a: Any, bound: Mapping[str, Bound], rows: int, count: int) -> Launch:
         shape, dtypes = shape_of(a), (bound["qkv"].dtype, bound["state"].dtype, bound["ring_v"].dtype)
-        check_read_copy(shape.source, a)
         moved = strides(bound, *inputs, *delta_rule.POOLS, *copy_names(a.read_dtype))
         return delta_rule.launch_record(shape, *dtypes, rows, count, moved)
 

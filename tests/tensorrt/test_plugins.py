@@ -21,7 +21,6 @@ from trtllm_replayssm.network.tensorrt.quick_plugins import QuickPlugins  # noqa
 from trtllm_replayssm.plugins.advance import AdvanceAttributes  # noqa: E402
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes  # noqa: E402
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes  # noqa: E402
-from trtllm_replayssm.plugins.implementation import WITHOUT_READ_COPY  # noqa: E402
 from trtllm_replayssm.plugins.kda import KdaAttributes  # noqa: E402
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes  # noqa: E402
 from trtllm_replayssm.plugins.tensorrt.definitions import ANY, DEFINITIONS, Bound  # noqa: E402
@@ -37,7 +36,10 @@ PROFILES = {"prefill": PREFILL, "decode": DECODE, "verify": VERIFY}
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with the sizes of a released model: dtypes and shapes of its inputs, written out, and of its outputs."""
+    """A layer with the sizes of a released model: dtypes and shapes of its inputs, written out, and of its outputs.
+
+    symbol: of the kernel by profile, where it is written out, too.
+    """
 
     layer: str
     attributes: Any
@@ -177,6 +179,7 @@ def copied(case: Case, read_dtype: str, heads: int, rows: int, columns: int) -> 
         attributes=replace(case.attributes, read_dtype=read_dtype),
         inputs=case.inputs | pools,
         outputs=[*case.outputs, *pools.values()],
+        symbol={},
     )
 
 
@@ -188,10 +191,6 @@ COPIED = [
     for read_dtype in ("fp8", "nvfp4")
 ]
 every_layer = pytest.mark.parametrize("case", [*CASES, *COPIED], ids=[case.layer for case in (*CASES, *COPIED)])
-with_kernels = [
-    case for case in (*CASES, *COPIED) if case in CASES or case.layer.rpartition("_")[0] not in WITHOUT_READ_COPY
-]
-every_kernel = pytest.mark.parametrize("case", with_kernels, ids=[case.layer for case in with_kernels])
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +243,7 @@ def test_outputs(case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch
     assert places == [-1, *(pools if aliased else [-1] * len(pools))]
 
 
-@every_kernel
+@every_layer
 @pytest.mark.parametrize("profile", PROFILES)
 def test_kernel_is_that_of_the_embedded_engine(
     case: Case, profile: str, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch
@@ -254,14 +253,14 @@ def test_kernel_is_that_of_the_embedded_engine(
     described(plugin, case)
     (least, usual, most), (fewest, _, longest) = rows, count = PROFILES[profile]
     kernel = plugin.compile(rows, count)
-    assert kernel.name == case.symbol[profile]
+    bound = {name: Bound(dtype, shape[-1]) for name, (dtype, shape) in case.inputs.items()}
+    chosen = DEFINITIONS[case.layer].launch(case.attributes, bound, usual, longest)
+    assert kernel.name == chosen.kernel.symbol == case.symbol.get(profile, chosen.kernel.symbol)
     assert f".entry {kernel.name}(".encode() in kernel.ptx
     assert b".target sm_90a" in kernel.ptx
     assert kernel.shared == 0
     parameters = kernel.ptx.split(f".entry {kernel.name}(".encode())[1].split(b")")[0].count(b".param")
     assert parameters == len(case.inputs) + len(kernel.integers(1, 1)) + len(case.outputs)
-    bound = {name: Bound(dtype, shape[-1]) for name, (dtype, shape) in case.inputs.items()}
-    chosen = DEFINITIONS[case.layer].launch(case.attributes, bound, usual, longest)
     assert kernel.block == (chosen.kernel.block, 1, 1)
     for r, t in ((least, longest), (usual, longest), ((least + most) // 2, (fewest + longest) // 2), (most, longest)):
         record = DEFINITIONS[case.layer].launch(case.attributes, bound, r, t)
@@ -278,7 +277,7 @@ def test_kernel_is_that_of_the_embedded_engine(
         assert kernel.integers(r, t)[: len(expected)] == expected
 
 
-@every_kernel
+@every_layer
 def test_profiles_have_tactics_of_their_own(case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT keeps one kernel a tactic; a shared one would launch one profile's kernel on another's tokens."""
     plugin = built(case, tensorrt, monkeypatch)
