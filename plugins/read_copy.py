@@ -27,8 +27,8 @@ is no number in the copy, and neither is the rest of an nvfp4 head.
 
 Whatever writes a checkpoint writes its copy, in the same step: a flush, an absorbing step, ``replayssm::materialise`` at its
 destination. Steps of at most MAX_VERIFY_TOKENS tokens a row (decode and verify) compute their outputs from the copy as it
-was before the step, the live ring and their own tokens, also where they fold, so that an output does not depend on whether
-its step folds. Their fold reads checkpoint and raw ring alone: the checkpoint is bit for bit the one of a layer without a
+was before the step, which is not read where nothing was folded yet, the live ring and their own tokens, also where they
+fold, so that an output does not depend on whether its step folds. Their fold reads checkpoint and raw ring alone: the checkpoint is bit for bit the one of a layer without a
 copy. Longer steps (prefill) compute their outputs from the checkpoint.
 """
 
@@ -66,7 +66,7 @@ class CopyFormat:
         return pools | ({"read_head_scale": Pool((heads,), torch.float32, "copy")} if self.head_scale else {})
 
 
-FORMATS: dict[str, CopyFormat] = {"fp8": CopyFormat(32, 8, False), "nvfp4": CopyFormat(16, 4, True)}
+FORMATS: dict[ReadDtype, CopyFormat] = {"fp8": CopyFormat(32, 8, False), "nvfp4": CopyFormat(16, 4, True)}
 
 
 def copy_names(read_dtype: ReadDtype) -> tuple[str, ...]:
