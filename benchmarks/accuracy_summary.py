@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy_summary OUTPUT/mamba2.json OUTPUT/gated_delta.json OUTPUT/kda.json
 
 A cell has the bits a byte more than the baseline's, the share of positions with its next token, and the drift in the first and
-in the last segment of positions.
+in the last segment of positions; an asterisk marks what is emulated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trtllm_replayssm.errors import UserError
 
 def summary(reports: Sequence[Report]) -> str:
     """A row for each variant that any model has, in the order of the first that has it."""
-    by_model = [{result.label: result for result in report.results} for report in reports]
-    labels = list(dict.fromkeys(label for results in by_model for label in results))
+    by_model = [{result.name: result for result in report.results} for report in reports]
+    names = list(dict.fromkeys(name for results in by_model for name in results))
     rows = [["state", *(report.model for report in reports)], ["---"] * (1 + len(reports))]
-    rows += [[label, *(cell(report, found.get(label)) for report, found in zip(reports, by_model))] for label in labels]
+    rows += [[name, *(cell(report, found.get(name)) for report, found in zip(reports, by_model))] for name in names]
     lines = [f"{report.model}: {report.conditions()}" for report in reports]
     lines += ["", *("| " + " | ".join(row) + " |" for row in rows)]
     if any(result.emulated for report in reports for result in report.results):
-        lines += ["", EMULATED]
+        lines += ["", f"\\* {EMULATED}"]
     return "\n".join(lines) + "\n"
 
 
@@ -37,7 +37,8 @@ def cell(report: Report, result: Result | None) -> str:
         return ""
     if result.name == BASELINE:
         return f"{result.bits_per_byte:.5f} bits a byte"
-    return f"{report.more(result)}, {result.agreement:.2%}, {result.drift[0]:.1e} to {result.drift[-1]:.1e}"
+    mark = r" \*" if result.emulated else ""
+    return f"{report.more(result)}, {result.agreement:.2%}, {result.drift[0]:.1e} to {result.drift[-1]:.1e}{mark}"
 
 
 def main() -> int:
