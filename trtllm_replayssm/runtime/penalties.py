@@ -132,6 +132,7 @@ def barred_ends(logits: Tensor, first: int, jobs: Mapping[int, Job]) -> list[tup
     return [
         (slot - first, place, token)
         for slot, job in jobs.items()
+        if job.request.params.min_tokens
         for place in range(min(length, job.request.params.min_tokens - job.said))
         for token in job.request.end_ids
         if token < vocab
