@@ -28,8 +28,8 @@ is no number in the copy, and neither is the rest of an nvfp4 head.
 Whatever writes a checkpoint writes its copy, in the same step: a flush, an absorbing step, ``replayssm::materialise`` at its
 destination. Steps of at most MAX_VERIFY_TOKENS tokens a row (decode and verify) compute their outputs from the copy as it
 was before the step, which is not read where nothing was folded yet, the live ring and their own tokens, also where they
-fold, so that an output does not depend on whether its step folds. Their fold reads checkpoint and raw ring alone: the checkpoint is bit for bit the one of a layer without a
-copy. Longer steps (prefill) compute their outputs from the checkpoint.
+fold, so that an output does not depend on whether its step folds. Their fold reads checkpoint and raw ring alone: the
+checkpoint is bit for bit the one of a layer without a copy. Longer steps (prefill) compute their outputs from the checkpoint.
 """
 
 from __future__ import annotations
