@@ -6,7 +6,6 @@
 #pragma once
 #include "async_copy.cuh"
 #include "bf16_parts.cuh"
-#include "bulk_copy.cuh"
 #include "rounding.cuh"
 #include "scalars.cuh"
 #include "shared_tile.cuh"
@@ -123,14 +122,24 @@ __device__ __forceinline__ void request(Shared& shared, const Work& w, const Chu
     request_rows<X_UNITS>(shared.x, chunk, w.t.xbc_stride, [&](int i) { return chunk.x(w, i); });
 }
 
-// Brings the tokens of a chunk into the L2 cache.
+// Brings the rows of one matrix of a chunk's tokens into the L2 cache, a line a thread and access.
+template <int ELEMENTS, typename Rows>
+__device__ __forceinline__ void prefetch_rows(const Chunk& chunk, Rows row_at) {
+    constexpr int LINE = 128 / sizeof(ACT), LINES = (ELEMENTS + LINE - 1) / LINE, STEP = THREADS / LINES;
+    const u32 thread = opaque(threadIdx.x);
+#pragma unroll
+    for (int from = 0; from < CHUNK; from += STEP) {
+        const int i = from + thread / LINES;
+        if (i < CHUNK && i < chunk.count) prefetch_line(row_at(i) + thread % LINES * LINE);
+    }
+}
+
+// Brings a chunk's tokens into the L2 cache.
 __device__ __forceinline__ void prefetch(const Work& w, const Chunk& chunk) {
-    static_assert(CHUNK <= THREADS);
-    const int i = threadIdx.x;
-    if (!chunk.tokens || i >= chunk.count) return;
-    prefetch_bulk(chunk.b(w, i), STATE_SIZE * sizeof(ACT));
-    prefetch_bulk(chunk.c(w, i), STATE_SIZE * sizeof(ACT));
-    prefetch_bulk(chunk.x(w, i), CHANNELS * sizeof(ACT));
+    if (!chunk.tokens) return;
+    prefetch_rows<STATE_SIZE>(chunk, [&](int i) { return chunk.b(w, i); });
+    prefetch_rows<STATE_SIZE>(chunk, [&](int i) { return chunk.c(w, i); });
+    prefetch_rows<CHANNELS>(chunk, [&](int i) { return chunk.x(w, i); });
 }
 
 // The time steps of a chunk, which one warp makes; lane l holds entries l + 32 b.

@@ -42,10 +42,10 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// C of the warp's tokens g and g + 8. Lane t of a quad holds columns 8 t ... 8 t + 7 of each block of 32; what meets C in a product
-// is read in the same order.
-struct TokenC {
-    u32 v[BLOCKS][2][4];  // operands of 16 columns
+// C of the warp's tokens g and g + 8 as it comes from memory. Lane t of a quad holds columns 8 t ... 8 t + 7 of each block of 32;
+// what meets C in a product is read in the same order.
+struct LoadedC {
+    uint4 v[BLOCKS][2];
 
     __device__ __forceinline__ void load(const Work& w, const Chunk& chunk, int first, u32 lane) {
 #pragma unroll
@@ -55,11 +55,26 @@ struct TokenC {
             const ACT* row = chunk.c(w, exists ? i : 0) + UNIT * (lane % 4);
 #pragma unroll
             for (int k = 0; k < BLOCKS; ++k) {
-                uint4 columns = {0, 0, 0, 0};
-                if (exists) columns = load_16_bytes(row + 32 * k);
-                v[k][0][r] = columns.x, v[k][0][2 + r] = columns.y, v[k][1][r] = columns.z, v[k][1][2 + r] = columns.w;
+                v[k][r] = {0, 0, 0, 0};
+                if (exists) v[k][r] = load_16_bytes(row + 32 * k);
             }
         }
+    }
+};
+
+// The same as operands of 16 columns each. Their registers are others than those of the loads; `zero` is one that the compiler
+// does not know to be, or it would copy from these to those before every product.
+struct TokenC {
+    u32 v[BLOCKS][2][4];
+
+    __device__ __forceinline__ TokenC(const LoadedC& from, u32 zero) {
+#pragma unroll
+        for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint4 c = from.v[k][r];
+                v[k][0][r] = c.x | zero, v[k][0][2 + r] = c.y | zero, v[k][1][r] = c.z | zero, v[k][1][2 + r] = c.w | zero;
+            }
     }
 };
 

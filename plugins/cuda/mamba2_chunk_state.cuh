@@ -9,8 +9,9 @@
 
 constexpr int STATE_WARPS = WARPS / (CHANNELS / 16);  // that share 16 rows
 constexpr int COLUMN_TILES = STATE_SIZE / 8 > 2 * STATE_WARPS ? STATE_SIZE / 8 / STATE_WARPS : 2;
+constexpr int TILES_TOGETHER = COLUMN_TILES > 8 ? 4 : COLUMN_TILES;  // as many as registers hold sums of
 constexpr int UPDATE_PARTS = sizeof(STATE) == 4 ? 3 : 2;
-static_assert(WARPS % (CHANNELS / 16) == 0 && COLUMN_TILES % 2 == 0);
+static_assert(WARPS % (CHANNELS / 16) == 0 && COLUMN_TILES % 2 == 0 && COLUMN_TILES % TILES_TOGETHER == 0);
 
 struct WarpState {
     Accumulator v[COLUMN_TILES];  // rows g and g + 8, columns 8 n + 2 t and 8 n + 2 t + 1
@@ -56,27 +57,8 @@ struct WarpState {
     // Takes up the chunk.
     __device__ __forceinline__ void update(const Shared& shared, const ChunkSteps& steps, u32 lane) {
         if (!exists()) return;
-        Accumulator large[COLUMN_TILES] = {}, small[COLUMN_TILES] = {};
 #pragma unroll
-        for (int from = 0; from < CHUNK; from += 16) {
-            Parts<UPDATE_PARTS> u[4];
-            weigh(u, shared, steps, from, lane);
-#pragma unroll
-            for (int n = 0; n < COLUMN_TILES; n += 2) {
-                const TransposedBlock b = load_transposed<B_UNITS>(shared.b, from, first_column() / UNIT + n, lane);
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const auto b0 = exact_parts<ACT>(b.v[2 * e]), b1 = exact_parts<ACT>(b.v[2 * e + 1]);
-                    mma_parts<0, 1>(large[n + e], u, b0, b1);
-                    mma_parts<1, UPDATE_PARTS>(small[n + e], u, b0, b1);
-                }
-            }
-        }
-        const float decay = steps.decay;
-#pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[n].v[i] = fmaf(decay, v[n].v[i], large[n].v[i] + small[n].v[i]);
+        for (int first = 0; first < COLUMN_TILES; first += TILES_TOGETHER) update_tiles(first, shared, steps, lane);
     }
 
     // Writes the checkpoint; `head`: where the head's begins.
@@ -93,6 +75,31 @@ struct WarpState {
     }
 
 private:
+    // Tiles first ... first + TILES_TOGETHER - 1.
+    __device__ __forceinline__ void update_tiles(int first, const Shared& shared, const ChunkSteps& steps, u32 lane) {
+        Accumulator large[TILES_TOGETHER] = {}, small[TILES_TOGETHER] = {};
+#pragma unroll
+        for (int from = 0; from < CHUNK; from += 16) {
+            Parts<UPDATE_PARTS> u[4];
+            weigh(u, shared, steps, from, lane);
+#pragma unroll
+            for (int n = 0; n < TILES_TOGETHER; n += 2) {
+                const TransposedBlock b = load_transposed<B_UNITS>(shared.b, from, first_column() / UNIT + first + n, lane);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const auto b0 = exact_parts<ACT>(b.v[2 * e]), b1 = exact_parts<ACT>(b.v[2 * e + 1]);
+                    mma_parts<0, 1>(large[n + e], u, b0, b1);
+                    mma_parts<1, UPDATE_PARTS>(small[n + e], u, b0, b1);
+                }
+            }
+        }
+        const float decay = steps.decay;
+#pragma unroll
+        for (int n = 0; n < TILES_TOGETHER; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                v[first + n].v[i] = fmaf(decay, v[first + n].v[i], large[n].v[i] + small[n].v[i]);
+    }
     template <typename T>
     __device__ __forceinline__ static void store_pair(T* to, float first, float second, const RandomSource& random, int element) {
         if constexpr (STOCHASTIC && sizeof(T) == 2)

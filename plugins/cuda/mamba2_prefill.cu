@@ -10,6 +10,9 @@
 #include "mamba2_chunk_outputs.cuh"
 #include "mamba2_chunk_state.cuh"
 
+// C of wide states is more than registers hold beside an update.
+constexpr bool EARLY_C = STATE_SIZE <= 128;
+
 // Stores the tokens of a chunk in the ring. Only rows that do not absorb get here.
 __device__ __forceinline__ void append(const Shared& shared, const ChunkSteps& steps, const Work& w, const Chunk& chunk, ACT* ring_x,
                                        ACT* ring_b, float* ring_dt) {
@@ -51,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     prefetch(w, Chunk(w, 1));
     WarpState s;
     s.load(state + w.slot() * state_stride + w.head() * HEAD_SIZE, w, lane);
-    TokenC c;
-    c.load(w, chunk, own.first_token(), lane);
+    LoadedC loaded;
+    loaded.load(w, chunk, own.first_token(), lane);
     StepMaker next_steps;
     if (own.makes_steps()) {
         next_steps.load(w, chunk, lane);
@@ -64,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     for (int index = 0; index < chunks; ++index) {
         const ChunkSteps& steps = shared.steps[index % 2];
         const Chunk next(w, index + 1);
+        const TokenC c(loaded, tokens >> 31);
         ChunkOutputs outputs;
         __syncthreads();
         if (chunk.tokens) outputs.read_state(shared, steps, c, own, opaque(lane));
@@ -75,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             outputs.store(y + w.y_at(chunk.first), own, chunk.count, opaque(lane));
             if (!row.absorbs()) append(shared, steps, w, chunk, ring_x_out, ring_b_out, ring_dt_out);
         }
-        c.load(w, next, own.first_token(), opaque(lane));
+        if (EARLY_C) loaded.load(w, next, own.first_token(), opaque(lane));
         s.update(shared, steps, opaque(lane));
         if (index + 1 == w.folded_chunks())
             s.store(state_out + w.slot() * state_stride + w.head() * HEAD_SIZE, w, RandomSource{step, int(blockIdx.y)}, lane);
@@ -86,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
         request(shared, w, next);
         prefetch(w, Chunk(w, index + 2));
         s.publish(shared, opaque(lane));
+        if (!EARLY_C) loaded.load(w, next, own.first_token(), opaque(lane));
         chunk = next;
     }
 }

@@ -60,7 +60,7 @@ def launch_record(
     if tokens > MAX_VERIFY_TOKENS and read_bits(a):
         return recurrent_record(a, shape, ring, rows, tokens, strides)
     if tokens > MAX_VERIFY_TOKENS:
-        return prefill_record(a, shape, activation, state, rows, tokens, strides)
+        return prefill_record(a, shape, activation, rows, tokens, strides)
     if read_bits(a):
         entries, counts = most_entries(a, tokens), head_counts(a, tokens)
         return copy_step_record(a, shape, rows, tokens, entries, counts, (tokens, *strides))

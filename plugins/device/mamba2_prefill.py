@@ -12,23 +12,21 @@ def prefill_record(
     a: Mamba2Attributes,
     shape: tuple[tuple[str, str | int | float], ...],
     activation: torch.dtype,
-    state: torch.dtype,
     rows: int,
     tokens: int,
     strides: tuple[int, ...],
 ) -> Launch:
     """shape: macros of sizes and element types. strides: as in ``device.mamba2.launch_record``."""
     chunk, channels = chunk_shape(a)
-    blocks = a.num_heads * a.head_dim // channels
-    parts = 1
+    threads = 2 * chunk
     tuned = (
         ("CHUNK", chunk),
         ("CHANNELS", channels),
-        ("CHANNEL_PARTS", parts),
-        ("BLOCKS_AN_SM", 2),
+        ("CHANNEL_PARTS", 1),
+        ("BLOCKS_AN_SM", blocks_an_sm(threads, activation)),
     )
-    kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", 2 * chunk * parts, (*shape, *tuned))
-    return Launch(kernel, (blocks, rows, 1), (tokens, *strides, 0))
+    kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", threads, (*shape, *tuned))
+    return Launch(kernel, (a.num_heads * a.head_dim // channels, rows, 1), (tokens, *strides, 0))
 
 
 def chunk_shape(a: Mamba2Attributes) -> tuple[int, int]:
@@ -36,3 +34,8 @@ def chunk_shape(a: Mamba2Attributes) -> tuple[int, int]:
     if a.state_size > 128:
         return 32, 16
     return 64, 32 if a.head_dim % 32 == 0 else 16
+
+
+def blocks_an_sm(threads: int, activation: torch.dtype) -> int:
+    """Blocks that must fit on a multiprocessor, which bounds a thread's registers. float16 is taken apart in registers."""
+    return (384 if threads == 128 and activation == torch.bfloat16 else 256) // threads
