@@ -200,6 +200,10 @@ def variants() -> list[Kernel]:
         a = replace(Mamba2Attributes(*shape, 16, 16 + draft), read_dtype=read_dtype)
         strides = (0,) * (6 + len(copy_names(a.read_dtype)))
         kernels.append(launch_record(a, activation, state, activation, 1, tokens, strides).kernel)
+    # Windows of 1: the ordinary recurrence.
+    for state, stochastic in ((fp32, False), (bf16, False), (fp16, False), (bf16, True)):
+        a = Mamba2Attributes(*nano, 1, 1, stochastic_rounding=stochastic)
+        kernels.append(launch_record(a, bf16, state, bf16, 1, 1, (0,) * 6).kernel)
     # Windows of 64, where a row's sequence is longest.
     for tokens in (1, 16):
         a = Mamba2Attributes(*nano, 64, 64 + (tokens if tokens > 1 else 0))
