@@ -21,7 +21,7 @@ from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.cli import tune as command
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.plugins.cursors import Step
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.implementation import reference
@@ -177,6 +177,21 @@ def test_candidates_that_cannot_be_are_listed_with_their_reason() -> None:
     assert "multiple of 16" in str(narrow[2].refused)
 
 
+def test_a_candidate_without_a_kernel_is_refused() -> None:
+    """By what its first launch says; the others are measured."""
+
+    def kda(attributes: Any, *arguments: Any) -> torch.Tensor:
+        if attributes.read_dtype != "same":
+            raise EngineError("no such kernel")
+        return reference().kda(attributes, *arguments)
+
+    setting, model = Setting(2, 0, 16), subject((Kda(2, 32, 4, 1e-6),))
+    tuner = Tuner(model, setting, FakeTimer(), replace(reference(), kda=kda), CPU)
+    found = rows(model, setting, candidates((8,), ("float32",), ("same", "fp8")))
+    measured = command.measure_all(tuner, found)
+    assert measured[0].times is not None and measured[1] == Row(found[1].candidate, refused="no such kernel")
+
+
 def test_bytes_are_those_of_the_layers_pools() -> None:
     """Nemotron 3 Nano: 23 layers of 2 MiB in float32; MXFP8 has a byte an element and one for 32."""
     nano = TunedSubject(synthetic_checkpoint(CONFIG))
@@ -196,7 +211,7 @@ def test_every_layer_is_measured(draft_len: int) -> None:
     model = subject((*LAYERS[:3], LAYERS[0]))
     tuner = Tuner(model, setting, FakeTimer(), reference(), CPU)
     (found,) = rows(model, setting, candidates((8,), ("bfloat16",), ("same",)))
-    assert list(tuner.compile([found.candidate], jobs=2)) == [found.candidate]
+    assert tuner.compiled([found], jobs=2) == [found]
     measured = tuner.measured(found)
     # Two Mamba-2 layers of [8, 16, 16] and one delta-rule layer of [4, 16, 16], two requests, two bytes an element.
     assert measured.times is not None and measured.times.mean == pytest.approx((2 * 8 + 4) * 256 * 2 * 2 / 1e3)

@@ -167,13 +167,10 @@ def measure_all(tuner: Tuner, found: Sequence[Row]) -> list[Row]:
     """The rows with times and errors, those that are refused as they are. Raises UserError when memory does not suffice."""
     import torch
 
-    possible = [row.candidate for row in found if row.refused is None]
+    LOGGER.info("compiling the kernels of %d candidates", sum(row.refused is None for row in found))
+    measured: list[Row] = []
     try:
-        for done, candidate in enumerate(tuner.compile(possible, os.cpu_count() or 1), 1):
-            LOGGER.debug("compiled %d of %d: %s", done, len(possible), candidate)
-        LOGGER.info("%d candidates compiled", len(possible))
-        measured = []
-        for row in found:
+        for row in tuner.compiled(found, os.cpu_count() or 1):
             measured.append(row if row.refused is not None else tuner.measured(row))
             LOGGER.info("%d of %d: %s%s", len(measured), len(found), row.candidate, progress(measured[-1]))
     except torch.OutOfMemoryError:

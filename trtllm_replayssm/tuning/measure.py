@@ -78,13 +78,12 @@ class Row:
 
 
 def rows(subject: TunedSubject, setting: Setting, candidates: Iterator[Candidate]) -> list[Row]:
-    """A row for every candidate: its bytes, or why the model or the kernels cannot have it. Nothing is measured."""
+    """A row for every candidate: its bytes, or why the model cannot have it. Nothing is measured."""
     groups, found = subject.groups(), []
     for candidate in candidates:
         try:
             replay = candidate.replay(subject.checkpoint.replay, setting.draft_len)
-            size = SlotBytes.of(groups, subject.checkpoint, replay)
-            found.append(Row(candidate, size))
+            found.append(Row(candidate, SlotBytes.of(groups, subject.checkpoint, replay)))
         except UserError as reason:
             found.append(Row(candidate, refused=reason.message))
     return found
@@ -120,19 +119,24 @@ class Tuner:
         ring = options.ring_dtype(getattr(attributes, "derived_fold", False))
         return attributes, Dtypes(options.activation, options.state_dtype, ring)
 
-    def compile(self, candidates: Sequence[Candidate], jobs: int) -> Iterator[Candidate]:
-        """Compile and load the kernels of the candidates, ``jobs`` at once; yields each when it is done."""
+    def compiled(self, rows: Sequence[Row], jobs: int) -> list[Row]:
+        """The rows with their kernels compiled and loaded, ``jobs`` at once; refused where there is no kernel."""
         with ThreadPoolExecutor(jobs) as pool:
-            yield from pool.map(self.compiled, candidates)
+            return list(pool.map(self.tried, rows))
 
-    def compiled(self, candidate: Candidate) -> Candidate:
-        """The first launch compiles: here one whose rows are all padding."""
-        for group, request in zip(self.groups, self.requests):
-            attributes, dtypes = self.settled(candidate, group)
-            work = Work(attributes, dtypes, self.setting, request, self.plugins, self.device, slots=1)
-            work.info[:, Step.SLOT] = -1
-            work()
-        return candidate
+    def tried(self, row: Row) -> Row:
+        """The row after a step in which all batch rows are padding: a first launch compiles, or says that it cannot be."""
+        if row.refused is not None:
+            return row
+        try:
+            for group, request in zip(self.groups, self.requests):
+                attributes, dtypes = self.settled(row.candidate, group)
+                work = Work(attributes, dtypes, self.setting, request, self.plugins, self.device, slots=1)
+                work.info[:, Step.SLOT] = -1
+                work()
+        except UserError as reason:
+            return Row(row.candidate, refused=reason.message)
+        return row
 
     def measured(self, row: Row) -> Row:
         """The row with times and errors."""
