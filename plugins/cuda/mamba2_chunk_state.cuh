@@ -9,7 +9,8 @@
 
 constexpr int STATE_WARPS = WARPS / (CHANNELS / 16);  // that share 16 rows
 constexpr int COLUMN_TILES = STATE_SIZE / 8 > 2 * STATE_WARPS ? STATE_SIZE / 8 / STATE_WARPS : 2;
-constexpr int TILES_TOGETHER = COLUMN_TILES > 8 ? 4 : COLUMN_TILES;  // as many as registers hold sums of
+// Tiles whose sums registers hold at once, and sets of 16 entries whose operands they do.
+constexpr int TILES_TOGETHER = COLUMN_TILES > 8 ? 4 : COLUMN_TILES, UPDATE_UNROLL = STATE_SIZE > 128 ? 1 : CHUNK / 16;
 constexpr int UPDATE_PARTS = sizeof(STATE) == 4 ? 3 : 2;
 static_assert(WARPS % (CHANNELS / 16) == 0 && COLUMN_TILES % 2 == 0 && COLUMN_TILES % TILES_TOGETHER == 0);
 
@@ -78,7 +79,7 @@ private:
     // Tiles first ... first + TILES_TOGETHER - 1.
     __device__ __forceinline__ void update_tiles(int first, const Shared& shared, const ChunkSteps& steps, u32 lane) {
         Accumulator large[TILES_TOGETHER] = {}, small[TILES_TOGETHER] = {};
-#pragma unroll
+#pragma unroll UPDATE_UNROLL
         for (int from = 0; from < CHUNK; from += 16) {
             Parts<UPDATE_PARTS> u[4];
             weigh(u, shared, steps, from, lane);
