@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
+from trtllm_replayssm.plugins.device.mamba2 import NO_CLAMP
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
@@ -22,8 +23,6 @@ POOLS = ("state", "ring_x", "ring_b", "ring_dt", SCALE)
 ROWS_A_WARP, PIECES = 8, (32, 16, 8)
 #: Shared memory of a block that leaves room for a few on each multiprocessor.
 SHARED_BYTES = 47 << 10
-#: "No upper clamp" for the kernel: the largest finite float32.
-NO_CLAMP = "3.4028235e38f"
 
 
 def launch_record(
