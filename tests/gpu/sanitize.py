@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
+from test_delta_rule import FORMATS
 from test_delta_rule import Case as DeltaCase
 from test_delta_rule import run_case as run_delta
 from test_mamba2 import BF16, FP32, NANO
@@ -19,7 +22,10 @@ def main() -> None:
         for state in (FP32, BF16):
             for tokens, draft in ((1, 0), (4, 3), (40, 0)):
                 run_delta(DeltaCase(layer, tokens, draft=draft, state=state, rows=6))
-    for layer in ("mamba2", "gated_delta", "kda"):
+    for layer, read in product(("gated_delta", "kda"), FORMATS):
+        for tokens, draft in ((1, 0), (4, 3), (20, 0)):
+            run_delta(DeltaCase(layer, tokens, draft=draft, rows=6, read=read))
+    for layer in ("mamba2", "gated_delta", "kda", "gated_delta-nvfp4", "kda-fp8"):
         MaterialiseCase(layer, FP32, 1001, 15).compare(1013)
     test_advance_equals_reference(4, 16)
     for tokens in (1, 5, 40):
