@@ -22,11 +22,13 @@ from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.moe import Moe
 from trtllm_replayssm.builders.layers.side_by_side import SideBySide
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
+from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import Rope
 from trtllm_replayssm.network.tensorrt import experts
 from trtllm_replayssm.network.tensorrt.build import StepSizes
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS, RowMode, Step
+from trtllm_replayssm.replay import ReplayConfig
 
 SHARED = Mlp(24, "swiglu")
 LAYERS: dict[str, Layer] = {
@@ -223,3 +225,9 @@ def test_prediction_head_equals_torch() -> None:
     torch.testing.assert_close(got["hidden_states"], expected, atol=5e-5, rtol=1e-4)
     torch.testing.assert_close(got["logits"], decoder.logits(net, expected, last_only=True), atol=5e-5, rtol=1e-4)
     assert len(emission.plan(StepSizes(4, 4, 64))) > 0
+
+
+def test_quantised_states_are_refused() -> None:
+    """Also by trtllm-build, which takes a checkpoint as it is."""
+    with pytest.raises(EngineError, match="mamba2 layers of TensorRT's networks have no int8 or fp8 states"):
+        Emission.of(one(LAYERS["mamba2"]), replay=ReplayConfig(state_dtype="int8"))

@@ -25,6 +25,7 @@ from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.pools import SLOT_ALIGNMENT, Pool
+from trtllm_replayssm.plugins.quantised_state import SCALE
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,14 @@ class TensorRTNetwork(Network):
     def plugin(
         self, kind: str, attributes: Any, inputs: dict[str, Tensor], pools: Mapping[str, State], result: str, width: int
     ) -> Tensor:
-        """One plugin layer whose result is ``[rows, T, width]`` in the activation dtype and whose pools are updated."""
+        """One plugin layer whose result is ``[rows, T, width]`` in the activation dtype and whose pools are updated.
+
+        Raises EngineError for a quantised state, which none of them has.
+        """
+        if SCALE in pools:
+            raise EngineError(
+                f"{kind} layers of TensorRT's networks have no int8 or fp8 states", "use --state_dtype float16"
+            )
         self.emitter.scope = next(iter(pools.values())).name.rpartition(".")[0]
         bound = {name: self.state_input(state) for name, state in pools.items()}
         outputs = [PluginOutput(result, (DYNAMIC, DYNAMIC, width), self.dtype)]
