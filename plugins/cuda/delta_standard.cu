@@ -3,8 +3,8 @@
 //
 //     S = S diag(exp g),  u = beta (v - S k),  S = S + u k^T,  o = S q
 //
-// No ring is read or written: with a window of 1 every step of one token takes up its token (plugins/advance.py). A warp works on
-// some rows of one value head's state and needs no other warp.
+// No ring is read or written: with a window of 1 every step of one token takes up its token (plugins/advance.py). A warp works
+// on some rows of one value head's state and needs no other warp.
 //
 // Macros: ACT, STATE (element types), KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PER_CHANNEL (1, kda: one decay per key
 // channel), BETA_SCALE, and for kda LOWER_BOUND (0 for the softplus gate).

@@ -1,8 +1,9 @@
 // Sizes of mamba2_prefill, its shared memory, and what travels there.
 //
-// Macros: ACT, STATE (element types; the ring has ACT), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX, STOCHASTIC
-// (1: a 16-bit state is rounded at random), CHUNK (entries that are taken up at once), CHANNELS (rows of one head's state that
-// a block holds), CHANNEL_PARTS (warps that share the outputs of 16 tokens), BLOCKS_AN_SM (resident blocks to compile for).
+// Macros: ACT, STATE (element types; the ring has ACT), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX,
+// STOCHASTIC (1: a 16-bit state is rounded at random), CHUNK (entries that are taken up at once), CHANNELS (rows of one head's
+// state that a block holds), CHANNEL_PARTS (warps that share the outputs of 16 tokens), BLOCKS_AN_SM (resident blocks to compile
+// for).
 #pragma once
 #include "async_copy.cuh"
 #include "bf16_parts.cuh"
@@ -95,7 +96,8 @@ struct Chunk {
     __device__ const ACT* c(const Work& w, int i) const { return token(w, i) + INNER + (GROUPS + w.group()) * STATE_SIZE; }
     // The time step as it is stored: finished in the ring, before bias and softplus in the step's tokens.
     __device__ float dt(const Work& w, int i) const {
-        return tokens ? to_float(w.t.dt[w.token(first + i) * w.t.dt_stride + w.head()]) : w.t.ring_dt[w.ring_dt_at(position(w, i))];
+        return tokens ? to_float(w.t.dt[w.token(first + i) * w.t.dt_stride + w.head()])
+                      : w.t.ring_dt[w.ring_dt_at(position(w, i))];
     }
 };
 

@@ -4,8 +4,8 @@
 //
 //     y_i = exp(c_i) S C_i + sum_{j <= i} M_ij x_j,   M_ij = exp(c_i - c_j) dt_j (B_j . C_i) + [i = j] D
 //
-// (Mamba-2, arXiv 2405.21060, section 6). Exponents are differences of sums, so none is positive and nothing overflows. S and M count in two bfloat16 parts,
-// so that an output is as good as its own rounding.
+// (Mamba-2, arXiv 2405.21060, section 6). Exponents are differences of sums, so none is positive and nothing overflows. S and M
+// count in two bfloat16 parts, so that an output is as good as its own rounding.
 #pragma once
 #include "mamba2_chunk.cuh"
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// C of the warp's tokens g and g + 8 as it comes from memory. Lane t of a quad holds columns 8 t ... 8 t + 7 of each block of 32;
-// what meets C in a product is read in the same order.
+// C of the warp's tokens g and g + 8 as it comes from memory. Lane t of a quad holds columns 8 t ... 8 t + 7 of each block of
+// 32; what meets C in a product is read in the same order.
 struct LoadedC {
     uint4 v[BLOCKS][2];
 
@@ -82,7 +82,8 @@ struct ChunkOutputs {
     Accumulator v[OUT_TILES];
 
     // exp(c_i) S C_i.
-    __device__ __forceinline__ void read_state(const Shared& shared, const ChunkSteps& steps, const TokenC& c, const Tile& own, u32 lane) {
+    __device__ __forceinline__ void read_state(const Shared& shared, const ChunkSteps& steps, const TokenC& c, const Tile& own,
+                                               u32 lane) {
         const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < OUT_TILES; ++n) v[n] = {};
@@ -112,7 +113,8 @@ struct ChunkOutputs {
     }
 
     // The chunk's own entries, 32 at a time.
-    __device__ __forceinline__ void add_entries(const Shared& shared, const ChunkSteps& steps, const TokenC& c, float D, const Tile& own, u32 lane) {
+    __device__ __forceinline__ void add_entries(const Shared& shared, const ChunkSteps& steps, const TokenC& c, float D,
+                                                const Tile& own, u32 lane) {
         float sum[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) sum[r] = steps.entry[own.first_token() + lane / 4 + 8 * r].x;
@@ -142,7 +144,8 @@ struct ChunkOutputs {
 
 private:
     // B_j . C_i of 32 entries.
-    __device__ __forceinline__ static void multiply(Accumulator (&bc)[4], const Shared& shared, const TokenC& c, int from, u32 lane) {
+    __device__ __forceinline__ static void multiply(Accumulator (&bc)[4], const Shared& shared, const TokenC& c, int from,
+                                                    u32 lane) {
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
@@ -153,8 +156,9 @@ private:
             }
     }
     // M x of the 16 entries from `first` on, whose products with C are `low` and `high`.
-    __device__ __forceinline__ void add_block(const Shared& shared, const ChunkSteps& steps, const Accumulator& low, const Accumulator& high,
-                                              const float (&sum)[2], float D, const Tile& own, int first, u32 lane) {
+    __device__ __forceinline__ void add_block(const Shared& shared, const ChunkSteps& steps, const Accumulator& low,
+                                              const Accumulator& high, const float (&sum)[2], float D, const Tile& own,
+                                              int first, u32 lane) {
         Parts<2> m[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

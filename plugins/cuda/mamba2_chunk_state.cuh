@@ -2,8 +2,8 @@
 //
 //     S = exp(c_last) S + sum_j w_j x_j B_j^T,   w_j = exp(c_last - c_j) dt_j
 //
-// The sum is formed from zero and then added to the decayed state, since the tensor cores cut off what they add up. w x counts in
-// three bfloat16 parts where the state is float32, in two where it keeps fewer bits itself.
+// The sum is formed from zero and then added to the decayed state, since the tensor cores cut off what they add up. w x counts
+// in three bfloat16 parts where the state is float32, in two where it keeps fewer bits itself.
 #pragma once
 #include "mamba2_chunk.cuh"
 
@@ -102,15 +102,16 @@ private:
                 v[first + n].v[i] = fmaf(decay, v[first + n].v[i], large[n].v[i] + small[n].v[i]);
     }
     template <typename T>
-    __device__ __forceinline__ static void store_pair(T* to, float first, float second, const RandomSource& random, int element) {
+    __device__ __forceinline__ static void store_pair(T* to, float first, float second, const RandomSource& random,
+                                                      int element) {
         if constexpr (STOCHASTIC && sizeof(T) == 2)
             *reinterpret_cast<u32*>(to) = pack_at_random<T>(first, second, random.pair_bits(element));
         else
             *reinterpret_cast<vec<T, 2>*>(to) = {from_float<T>(first), from_float<T>(second)};
     }
     // w_j x_j of 16 entries as an operand: rows g and g + 8, entries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
-    __device__ __forceinline__ static void weigh(Parts<UPDATE_PARTS> (&u)[4], const Shared& shared, const ChunkSteps& steps, int from,
-                                                 u32 lane) {
+    __device__ __forceinline__ static void weigh(Parts<UPDATE_PARTS> (&u)[4], const Shared& shared, const ChunkSteps& steps,
+                                                 int from, u32 lane) {
         const TransposedBlock x = load_transposed<X_UNITS>(shared.x, from, first_row() / UNIT, lane);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

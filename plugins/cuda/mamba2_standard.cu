@@ -2,8 +2,8 @@
 //
 //     S = exp(A dt) S + dt x B^T,   y = S C + D x
 //
-// No ring is read or written: with a window of 1 every step of one token takes up its token (plugins/advance.py). A warp works on
-// some rows of one head's state and needs no other warp.
+// No ring is read or written: with a window of 1 every step of one token takes up its token (plugins/advance.py). A warp works
+// on some rows of one head's state and needs no other warp.
 //
 // Macros: ACT, STATE (element types), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, DT_MIN, DT_MAX, STOCHASTIC (1: a 16-bit state is
 // rounded at random).

@@ -81,7 +81,8 @@ private:
             return {pack_at_random<U>(x[0], x[1], bits.v[0]), pack_at_random<U>(x[2], x[3], bits.v[1]),
                     pack_at_random<U>(x[4], x[5], bits.v[2]), pack_at_random<U>(x[6], x[7], bits.v[3])};
         } else {
-            return {pack_pair<U>(x[0], x[1]), pack_pair<U>(x[2], x[3]), pack_pair<U>(x[4], x[5]), pack_pair<U>(x[6], x[7])};
+            return {pack_pair<U>(x[0], x[1]), pack_pair<U>(x[2], x[3]), pack_pair<U>(x[4], x[5]),
+                    pack_pair<U>(x[6], x[7])};
         }
     }
 };
@@ -98,6 +99,7 @@ struct OwnedRows {
         : first(first_kept<Rows::LANES, Rows::HELD>(lane)), owns(lane % COPIES<Rows::LANES, Rows::HELD> == 0) {}
     // Value of row r of this lane's, from the lane that owns it.
     __device__ __forceinline__ static float of_row(const float* owned, int r, int lane) {
-        return __shfl_sync(~0u, owned[r % COUNT], lane / Rows::LANES * Rows::LANES + r / COUNT * COPIES<Rows::LANES, Rows::HELD>);
+        const int owner = lane / Rows::LANES * Rows::LANES + r / COUNT * COPIES<Rows::LANES, Rows::HELD>;
+        return __shfl_sync(~0u, owned[r % COUNT], owner);
     }
 };
