@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,35 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from trtllm_replayssm.cli.demo import chosen
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.demo import proofs
-from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, VOCAB_SIZE
+from trtllm_replayssm.demo import subject as subjects
+from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, TRAINED, VOCAB_SIZE
 from trtllm_replayssm.demo.proofs import Demo, Proof, equal, run_demo
+from trtllm_replayssm.demo.subject import TRAINED_FOLDER, random_subject, trained_subject
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.session import Session
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_every_proof_holds(family: str, tmp_path: Path) -> None:
-    report = run_demo(family, tmp_path / family)
+@pytest.mark.parametrize("name", [*MODELS, *TRAINED])
+def test_every_proof_holds(name: str, tmp_path: Path) -> None:
+    subject = trained_subject(name) if name in TRAINED else random_subject(name)
+    report = run_demo(subject, tmp_path / name)
     assert [proof.claim for proof in report.proofs if not proof.holds] == []
-    assert len(report.proofs) == 11
+    assert len(report.proofs) == 12
+    assert report.text.startswith(subject.prompts[0]) if subject.trained else report.text == ""
+    if subject.trained:
+        # Python in its outline: indented lines, of words that the library uses.
+        words = re.findall(r"[a-z]{3,}", report.text.removeprefix(subject.prompts[0]))
+        library = set(re.findall(r"[a-z]{3,}", (TRAINED_FOLDER / "held_out.txt").read_text()))
+        assert len(words) > 10 and sum(word in library for word in words) > 0.7 * len(words)
+        assert report.text.count("\n    ") > subject.prompts[0].count("\n    ")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    return Demo.prepare("nemotron_h", tmp_path_factory.mktemp("demo") / "run")
+    return Demo.prepare(random_subject("nemotron_h"), tmp_path_factory.mktemp("demo") / "run")
 
 
 def failed(proofs_found: Iterator[Proof]) -> set[str]:
@@ -90,14 +103,35 @@ def test_tokenizer_gives_back_every_byte(demo: Demo) -> None:
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
-        run_demo("nemotron_h", tmp_path)
+        run_demo(random_subject("nemotron_h"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_command_fails_with_a_proof(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = [Proof("two is two", "2", True), Proof("two is three", "2", False)]
-    monkeypatch.setattr(proofs, "run_demo", lambda family, folder: proofs.Report(found, "cpu", 1.0))
+    monkeypatch.setattr(proofs, "run_demo", lambda chosen, folder: proofs.Report(found, "cpu", 1.0, "def f"))
     assert main(["demo"]) == 1
     captured = capsys.readouterr()
-    assert "FAILED" in captured.out
+    assert "FAILED" in captured.out and "mamba2 makes of it:\n\ndef f\n" in captured.out
     assert captured.err == "error: 1 of 2 proofs failed\n"
+
+
+def test_a_checkout_has_trained_models_and_a_wheel_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chosen(None, None).name == "mamba2" and chosen("kda", None).name == "kda"
+    assert not chosen(None, "qwen3_next").trained
+    monkeypatch.setattr(subjects, "TRAINED_FOLDER", tmp_path)
+    without = chosen(None, None)
+    assert without.name == "nemotron_h" and not without.trained and "random weights" in without.what
+    assert main(["demo", "--trained_model", "kda"]) == 1
+    assert "error: this installation has no trained model kda" in capsys.readouterr().err
+
+
+def test_drafts_without_a_gain_prove_nothing(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "SpeculationOptions", lambda mode: None)
+    run = proofs.greedy(demo.llm.session, proofs.Meter(demo.llm.session), demo.prompts, proofs.STEPS)
+    trained = replace(demo, subject=replace(demo.subject, trained=True))
+    plain, drafted = trained.generated(run)
+    # Without a drafter the text is right, and a step makes one token.
+    assert plain.holds and "2 of 2 texts, in steps of 1.00 tokens" in drafted.measured and not drafted.holds

@@ -28,7 +28,7 @@ COMMANDS = {
     "tune": "find the window and dtypes of the recurrent state that suit a model on the GPU at hand",
     "kernels": "compile the CUDA kernels for a GPU and report their use of registers and memory",
     "doctor": "show what this machine can run, and how to get what is missing",
-    "demo": "take a tiny random model through everything and prove each step",
+    "demo": "take a small trained model through everything and prove each step",
     "validate": "check this machine with tiny engines of every family",
 }
 

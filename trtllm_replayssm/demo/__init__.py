@@ -1,5 +1,5 @@
-"""The demonstration: a tiny random model through convert, build, generate, and proofs of what the engine claims.
+"""The demonstration: a small model through convert, build, generate, and proofs of what the engine claims.
 
-``models`` makes the Hugging Face checkpoint with transformers, ``runs`` drives a session in different ways, ``proofs`` compares
-them. Nothing outside this package, ``validation`` and ``cli/demo`` may import it.
+``subject`` says which model, ``models`` makes or loads it with transformers, ``runs`` drives a session in different ways,
+``proofs`` compares them. Nothing outside this package, ``validation`` and ``cli/demo`` may import it.
 """

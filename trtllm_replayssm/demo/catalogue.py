@@ -1,4 +1,4 @@
-"""The tiny hybrid models that the demo can make, one for each recurrence, as arguments of transformers."""
+"""The hybrid models of the demo, one for each recurrence: trained ones by name, and tiny ones as arguments of transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 #: 256 bytes behind three special tokens; the embedding has a few rows more, as real ones do.
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 VOCAB_SIZE = 272
+
+#: Recurrences of the trained models (examples/train_tiny), by name.
+TRAINED = {"mamba2": "Mamba-2", "gated_delta": "Gated DeltaNet", "kda": "Kimi Delta Attention"}
 
 COMMON = dict(vocab_size=VOCAB_SIZE, hidden_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 MOE = dict(moe_intermediate_size=32, num_experts=8)

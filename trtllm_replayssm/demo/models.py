@@ -1,4 +1,4 @@
-"""Makes a model of the catalogue with random weights, and saves it as a Hugging Face folder with a tokenizer."""
+"""Models of the demo in transformers: made with random weights and saved with a tokenizer, or loaded as they are."""
 
 from __future__ import annotations
 
@@ -28,15 +28,7 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Any:
 
 def save_model(description: DemoModel, folder: Path, seed: int = 0) -> Any:
     """The same for any description."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "the demo makes its model with transformers, which is not installed",
-            pip_extra("demo"),
-        ) from None
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    transformers = quiet_transformers()
     # Some classes change what they are given.
     config = getattr(transformers, description.config_class)(**copy.deepcopy(description.arguments))
     model = getattr(transformers, description.model_class)._from_config(config, attn_implementation="eager").eval()
@@ -45,6 +37,28 @@ def save_model(description: DemoModel, folder: Path, seed: int = 0) -> Any:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+def load_checkpoint(folder: Path) -> Any:
+    """The transformers model of a Hugging Face folder, in float32. Raises UserError when transformers is missing."""
+    classes = quiet_transformers().AutoModelForCausalLM
+    model = classes.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    open_time_step(model)
+    return model
+
+
+def quiet_transformers() -> Any:
+    """The module, without its progress bars. Raises UserError when it is missing."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "the demo compares with transformers, which is not installed",
+            pip_extra("demo"),
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
 
 
 @torch.no_grad()
