@@ -2,8 +2,8 @@
 //
 // Macros: ACT, STATE (element types; the ring has ACT), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX,
 // STOCHASTIC (1: a 16-bit state is rounded at random), CHUNK (entries that are taken up at once), CHANNELS (rows of one head's
-// state that a block holds), CHANNEL_PARTS (warps that share the outputs of 16 tokens), BLOCKS_AN_SM (resident blocks to compile
-// for).
+// state that a block holds), CHANNEL_PARTS (warps that share the outputs of 16 tokens), BLOCKS_AN_SM (resident blocks to
+// compile for).
 #pragma once
 #include "async_copy.cuh"
 #include "bf16_parts.cuh"
@@ -144,46 +144,60 @@ __device__ __forceinline__ void prefetch(const Work& w, const Chunk& chunk) {
     prefetch_rows<CHANNELS>(chunk, [&](int i) { return chunk.x(w, i); });
 }
 
-// The time steps of a chunk, which one warp makes; lane l holds entries l + 32 b.
+// The time steps of a chunk; lane l holds entries l + 32 b. One warp makes the sums from the chunk's start, another what
+// remains of the entries at its end: it is a chain of dependent instructions, for which only warps with few entries have time.
 struct StepMaker {
     static constexpr int PER_LANE = CHUNK / 32;
     float raw[PER_LANE];  // as stored
+    float bias, rate;     // rate: log2(e) A
 
-    __device__ __forceinline__ void load(const Work& w, const Chunk& chunk, u32 lane) {
+    __device__ __forceinline__ void load(const Work& w, const Chunk& chunk, const float* A_log, const float* dt_bias, u32 lane) {
 #pragma unroll
         for (int b = 0; b < PER_LANE; ++b) {
             const int i = lane + 32 * b;
             raw[b] = i < chunk.count ? chunk.dt(w, i) : 0.0f;
         }
+        bias = dt_bias[w.head()], rate = A_log[w.head()];
     }
-    // Sums that decide what remains of an entry run backwards from the end: those that matter are small
-    // there, and differences of long sums would round them.
-    __device__ __forceinline__ void store(ChunkSteps& out, const Chunk& chunk, float A_log, float bias, u32 lane) const {
-        const float rate = -LOG2_E * expf(A_log);
-        float dt[PER_LANE], before = 0.0f, behind = 0.0f;
+    __device__ __forceinline__ void finish(const Chunk& chunk, u32 lane) {
+        rate = -LOG2_E * expf(rate);
 #pragma unroll
         for (int b = 0; b < PER_LANE; ++b) {
-            const float step = chunk.tokens ? fminf(fmaxf(softplus(raw[b] + bias), DT_MIN), DT_MAX) : raw[b];
-            dt[b] = lane + 32 * b < chunk.count ? step : 0.0f;
-            float sum = dt[b];
+            // Without a branch, so that both entries' functions run side by side.
+            const float x = raw[b] + bias, curved = log1pf(expf(fminf(x, 20.0f)));
+            const float step = fminf(fmaxf(x > 20.0f ? x : curved, DT_MIN), DT_MAX);
+            raw[b] = int(lane) + 32 * b >= chunk.count ? 0.0f : chunk.tokens ? step : raw[b];
+        }
+    }
+    __device__ __forceinline__ void store_sums(ChunkSteps& out, const Chunk& chunk, u32 lane) {
+        finish(chunk, lane);
+        float before = 0.0f;
+#pragma unroll
+        for (int b = 0; b < PER_LANE; ++b) {
+            float sum = raw[b];
 #pragma unroll
             for (int offset = 1; offset < 32; offset <<= 1) {
                 const float other = __shfl_up_sync(~0u, sum, offset);
                 if (lane >= offset) sum += other;
             }
-            out.entry[lane + 32 * b] = {rate * (before + sum), dt[b]};
+            out.entry[lane + 32 * b] = {rate * (before + sum), raw[b]};
             before += __shfl_sync(~0u, sum, 31);
         }
+    }
+    // These sums run backwards from the end: those that matter are small there, and differences of long sums would round them.
+    __device__ __forceinline__ void store_weights(ChunkSteps& out, const Chunk& chunk, u32 lane) {
+        finish(chunk, lane);
+        float behind = 0.0f;
 #pragma unroll
         for (int b = PER_LANE - 1; b >= 0; --b) {
-            float sum = dt[b];
+            float sum = raw[b];
 #pragma unroll
             for (int offset = 1; offset < 32; offset <<= 1) {
                 const float other = __shfl_down_sync(~0u, sum, offset);
                 if (lane + offset < 32) sum += other;
             }
             const float next = __shfl_down_sync(~0u, sum, 1);
-            out.weight[lane + 32 * b] = dt[b] * exp2f(rate * (behind + (lane < 31 ? next : 0.0f)));
+            out.weight[lane + 32 * b] = raw[b] * exp2f(rate * (behind + (lane < 31 ? next : 0.0f)));
             behind += __shfl_sync(~0u, sum, 0);
         }
         if (lane == 0) out.decay = exp2f(rate * behind);

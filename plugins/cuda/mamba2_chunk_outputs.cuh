@@ -7,6 +7,7 @@
 // (Mamba-2, arXiv 2405.21060, section 6). Exponents are differences of sums, so none is positive and nothing overflows. S and M
 // count in two bfloat16 parts, so that an output is as good as its own rounding.
 #pragma once
+#include "lane_sums.cuh"
 #include "mamba2_chunk.cuh"
 
 constexpr int PART_CHANNELS = CHANNELS / CHANNEL_PARTS, OUT_TILES = PART_CHANNELS / 8;
@@ -24,16 +25,18 @@ struct Tile {
     }
     __device__ int first_token() const { return 16 * tile; }
     __device__ int first_channel() const { return part * PART_CHANNELS; }
-    // The warp with the fewest entries makes the next chunk's time steps.
-    __device__ bool makes_steps() const { return tile == 0 && part == 0; }
+    // The warps with the fewest entries make the next chunk's time steps.
+    __device__ bool makes_sums() const { return tile == 0 && part == 0; }
+    __device__ bool makes_weights() const { return tile == 1 && part == 0; }
+    __device__ void load_steps(StepMaker& maker, const Work& w, const Chunk& chunk, const float* A_log, const float* dt_bias,
+                               u32 lane) const {
+        if (makes_sums() || makes_weights()) maker.load(w, chunk, A_log, dt_bias, lane);
+    }
+    __device__ void store_steps(StepMaker& maker, ChunkSteps& out, const Chunk& chunk, u32 lane) const {
+        if (makes_sums()) maker.store_sums(out, chunk, lane);
+        if (makes_weights()) maker.store_weights(out, chunk, lane);
+    }
 };
-
-// The compiler leaves it where it stands, ahead of its use.
-__device__ __forceinline__ uint4 load_16_bytes(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
 
 // 2^x, 0 for the smallest.
 __device__ __forceinline__ float power_of_2(float x) {

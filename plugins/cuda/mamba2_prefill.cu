@@ -57,10 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     LoadedC loaded;
     loaded.load(w, chunk, own.first_token(), lane);
     StepMaker next_steps;
-    if (own.makes_steps()) {
-        next_steps.load(w, chunk, lane);
-        next_steps.store(shared.steps[0], chunk, A_log[w.head()], dt_bias[w.head()], lane);
-    }
+    own.load_steps(next_steps, w, chunk, A_log, dt_bias, lane);
+    own.store_steps(next_steps, shared.steps[0], chunk, lane);
     s.publish(shared, lane);
 
     const int chunks = w.chunks();
@@ -73,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
         if (chunk.tokens) outputs.read_state(shared, steps, c, own, opaque(lane));
         wait_copies();
         __syncthreads();
-        if (own.makes_steps()) next_steps.load(w, next, opaque(lane));
+        own.load_steps(next_steps, w, next, A_log, dt_bias, opaque(lane));
         if (chunk.tokens) {
             outputs.add_entries(shared, steps, c, D[w.head()], own, opaque(lane));
             outputs.store(y + w.y_at(chunk.first), own, chunk.count, opaque(lane));
@@ -85,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             s.store(state_out + w.slot() * state_stride + w.head() * HEAD_SIZE, w, RandomSource{step, int(blockIdx.y)}, lane);
         if (index + 1 == chunks) return;
 
-        if (own.makes_steps()) next_steps.store(shared.steps[(index + 1) % 2], next, A_log[w.head()], dt_bias[w.head()], lane);
+        own.store_steps(next_steps, shared.steps[(index + 1) % 2], next, opaque(lane));
         __syncthreads();
         request(shared, w, next);
         prefetch(w, Chunk(w, index + 2));

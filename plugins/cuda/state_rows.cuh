@@ -4,7 +4,6 @@
 #pragma once
 #include "lane_sums.cuh"
 #include "rounding.cuh"
-#include "rows.cuh"
 
 template <typename T, int ROWS, int COLUMNS>
 struct StateRows {
@@ -29,7 +28,7 @@ struct StateRows {
         for (int r = 0; r < HELD; ++r)
 #pragma unroll
             for (int a = 0; a < ACCESSES; ++a)
-                stored[r][a] = load_streaming(rows + (row(lane) + r) * COLUMNS + column(lane, a));
+                stored[r][a] = load_16_bytes(rows + (row(lane) + r) * COLUMNS + column(lane, a));
 #pragma unroll
         for (int r = 0; r < HELD; ++r)
 #pragma unroll
@@ -53,7 +52,7 @@ struct StateRows {
 #pragma unroll
             for (int a = 0; a < ACCESSES; ++a) {
                 const int at = (row(lane) + r) * COLUMNS + column(lane, a);
-                store_streaming(rows + at, packed<T, AT_RANDOM>(&v[r][VECTOR * a], random, first + at));
+                *reinterpret_cast<uint4*>(rows + at) = packed<T, AT_RANDOM>(&v[r][VECTOR * a], random, first + at);
             }
     }
     // A lane's columns of a vector of COLUMNS elements.

@@ -7,6 +7,9 @@ import torch
 from trtllm_replayssm.plugins.launch import Kernel, Launch
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 
+#: Of an H100 and an H200; of a B300, 160.
+MULTIPROCESSORS = 132
+
 
 def prefill_record(
     a: Mamba2Attributes,
@@ -18,15 +21,15 @@ def prefill_record(
 ) -> Launch:
     """shape: macros of sizes and element types. strides: as in ``device.mamba2.launch_record``."""
     chunk, channels = chunk_shape(a)
-    threads = 2 * chunk
+    threads, blocks = 2 * chunk, a.num_heads * a.head_dim // channels
     tuned = (
         ("CHUNK", chunk),
         ("CHANNELS", channels),
         ("CHANNEL_PARTS", 1),
-        ("BLOCKS_AN_SM", blocks_an_sm(threads, activation)),
+        ("BLOCKS_AN_SM", blocks_an_sm(threads, activation, rows * blocks)),
     )
     kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", threads, (*shape, *tuned))
-    return Launch(kernel, (a.num_heads * a.head_dim // channels, rows, 1), (tokens, *strides, 0))
+    return Launch(kernel, (blocks, rows, 1), (tokens, *strides, 0))
 
 
 def chunk_shape(a: Mamba2Attributes) -> tuple[int, int]:
@@ -36,6 +39,10 @@ def chunk_shape(a: Mamba2Attributes) -> tuple[int, int]:
     return 64, 32 if a.head_dim % 32 == 0 else 16
 
 
-def blocks_an_sm(threads: int, activation: torch.dtype) -> int:
-    """Blocks that must fit on a multiprocessor, which bounds a thread's registers. float16 is taken apart in registers."""
-    return (384 if threads == 128 and activation == torch.bfloat16 else 256) // threads
+def blocks_an_sm(threads: int, activation: torch.dtype, grid: int) -> int:
+    """Blocks that must fit on a multiprocessor, which bounds a thread's registers: three where the grid has as many.
+
+    float16 is taken apart in registers.
+    """
+    three = threads == 128 and activation == torch.bfloat16 and grid > 2 * MULTIPROCESSORS
+    return (384 if three else 256) // threads
