@@ -15,6 +15,7 @@
 #include "state_rows.cuh"
 
 constexpr int WARPS = 4;
+constexpr int BLOCKS_AN_SM = sizeof(STATE) == 4 ? 7 : 4;  // at least, by which registers are divided
 constexpr float NORM_EPSILON = 1e-6f;  // plugins/gated_delta.py, L2_EPSILON
 typedef StateRows<STATE, VALUE_DIM, KEY_DIM> Rows;
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ void load_decays(float (&decay)[Rows::PER_LANE], cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
     delta_standard(const ACT* qkv, const ACT* gate, const ACT* b, const float* A_log, const float* dt_bias, const int* step,
                    const STATE* state, const void* /*ring_k*/, const void* /*ring_v*/, const float* /*ring_g*/,
                    const float* /*ring_beta*/, int /*tokens*/, int qkv_stride, int gate_stride, int b_stride, int state_stride,

@@ -11,9 +11,10 @@
 #include "state_rows.cuh"
 
 constexpr int INNER = HEADS * HEAD_DIM, WARPS = 4;
+constexpr int BLOCKS_AN_SM = sizeof(STATE) == 4 ? 7 : 4;  // at least, by which registers are divided
 typedef StateRows<STATE, HEAD_DIM, STATE_SIZE> Rows;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
     mamba2_standard(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
                     const STATE* state, const ACT* /*ring_x*/, const ACT* /*ring_b*/, const float* /*ring_dt*/, int /*tokens*/,
                     int xbc_stride, int dt_stride, int state_stride, int /*ring_x_stride*/, int /*ring_b_stride*/,
