@@ -32,11 +32,9 @@ struct RandomSource {
     // The word of an element and its neighbour.
     __device__ __forceinline__ u32 pair_bits(u32 element) const {
         const RandomBits all = bits(element);
-        u32 word = all.v[0];
-#pragma unroll
-        for (int m = 1; m < 4; ++m)
-            if (element % 8 / 2 == m) word = all.v[m];
-        return word;
+        const bool odd = element & 2, upper = element & 4;
+        const u32 first = odd ? all.v[1] : all.v[0], last = odd ? all.v[3] : all.v[2];
+        return upper ? last : first;
     }
     // Of one element.
     __device__ __forceinline__ u32 bits_of(u32 element) const {
