@@ -182,12 +182,14 @@ def variants() -> list[Kernel]:
     for (heads, head_dim, state_size, groups), (activation, state), tokens in cases:
         draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
         a = Mamba2Attributes(heads, head_dim, state_size, groups, 16, 16 + draft)
-        kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
+        for rows in (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
+            kernels.append(launch_record(a, activation, state, activation, rows, tokens, (0,) * 6).kernel)
     # Stochastic rounding.
     for activation, state, tokens in product((bf16, fp32), (bf16, fp16), (1, 4, 2048)):
         draft = tokens if tokens == 4 else 0
         a = Mamba2Attributes(*nano, 16, 16 + draft, stochastic_rounding=True)
-        kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 6).kernel)
+        for rows in (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
+            kernels.append(launch_record(a, activation, state, activation, rows, tokens, (0,) * 6).kernel)
     # Read copies: tuned steps of several shapes, and the plain kernel.
     copied = [
         *product((nano,), ((bf16, fp32), (bf16, bf16)), (1, 4, 8, 16)),
