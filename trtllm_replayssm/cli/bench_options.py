@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argument, path_argument, prefix_cache_bytes
 from trtllm_replayssm.errors import UserError
-from trtllm_replayssm.replay import Fold, ReadDtype
+from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES, Fold, ReadDtype
 
 THROUGHPUT_PLOT = "decode_throughput.png"
 #: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
@@ -18,7 +18,7 @@ SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("max_seq_len", {"type": int}, "most tokens of a request; by default 4096, or what the model was trained for"),
     ("max_num_tokens", {"type": int}, "most tokens of a prefill step; by default 8192"),
     ("replay_window", {"type": int}, "tokens of a request that wait in its ring; by default 16"),
-    ("state_dtype", {"choices": FLOAT_DTYPES}, "dtype of the recurrent state; by default float32"),
+    ("state_dtype", {"choices": FLOAT_STATES + QUANTISED_STATES}, "dtype of the recurrent state; by default float32"),
     ("state_read_dtype", {"choices": get_args(ReadDtype)}, "what decode and verify steps read of it; by default same"),
     ("ring_dtype", {"choices": ("auto", *FLOAT_DTYPES)}, "dtype of the ring's activations; by default auto"),
     ("replay_fold", {"choices": get_args(Fold)}, "how a delta-rule layer folds; by default exact"),
