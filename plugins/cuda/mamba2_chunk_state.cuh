@@ -3,7 +3,7 @@
 //     S = exp(c_last) S + sum_j w_j x_j B_j^T,   w_j = exp(c_last - c_j) dt_j
 //
 // The sum is formed from zero and then added to the decayed state, since the tensor cores cut off what they add up. w x counts
-// in three bfloat16 parts where the state is float32, in two where it keeps fewer bits itself.
+// in three bfloat16 parts, in two where the state itself is bfloat16.
 #pragma once
 #include "mamba2_chunk.cuh"
 
@@ -11,7 +11,7 @@ constexpr int STATE_WARPS = WARPS / (CHANNELS / 16);  // that share 16 rows
 constexpr int COLUMN_TILES = STATE_SIZE / 8 > 2 * STATE_WARPS ? STATE_SIZE / 8 / STATE_WARPS : 2;
 // Tiles whose sums registers hold at once, and sets of 16 entries whose operands they do.
 constexpr int TILES_TOGETHER = COLUMN_TILES > 8 ? 4 : COLUMN_TILES, UPDATE_UNROLL = STATE_SIZE > 128 ? 1 : CHUNK / 16;
-constexpr int UPDATE_PARTS = sizeof(STATE) == 4 ? 3 : 2;
+constexpr int UPDATE_PARTS = same_type<STATE, bf16>::value ? 2 : 3;
 static_assert(WARPS % (CHANNELS / 16) == 0 && COLUMN_TILES % 2 == 0 && COLUMN_TILES % TILES_TOGETHER == 0);
 
 struct WarpState {

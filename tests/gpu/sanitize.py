@@ -25,6 +25,11 @@ def main() -> None:
     for layer, read in product(("gated_delta", "kda"), FORMATS):
         for tokens, draft in ((1, 0), (4, 3), (20, 0)):
             run_delta(DeltaCase(layer, tokens, draft=draft, rows=6, read=read))
+    # The ordinary recurrences.
+    for state in (FP32, BF16):
+        run_mamba2(NANO, 1, 1, (BF16, state), rows=6)
+        for layer in ("gated_delta", "kda"):
+            run_delta(DeltaCase(layer, 1, window=1, state=state, rows=6))
     for layer in ("mamba2", "gated_delta", "kda", "gated_delta-nvfp4", "kda-fp8"):
         MaterialiseCase(layer, FP32, 1001, 15).compare(1013)
     test_advance_equals_reference(4, 16)

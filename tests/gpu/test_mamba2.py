@@ -274,13 +274,10 @@ class Folds:
 @pytest.mark.parametrize("state", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(("tokens", "activation"), [(1, BF16), (4, BF16), (40, BF16), (1, FP32), (40, FP32)], ids=str)
 def test_stochastic_rounding_takes_the_bits_of_the_contract(tokens, activation, state):
-    """Nearly all elements equal the reference's; where sums before the rounding differ, the neighbour is as good.
-
-    A prefill adds up a bfloat16 state from updates of 11 bits, an eighth of that state's spacing.
-    """
+    """Nearly all elements equal the reference's; where sums before the rounding differ, the neighbour is as good."""
     case = Folds(tokens, activation, state, [0, 1, 2])
     got, want = case.states(device.mamba2, "cuda"), case.states(reference.mamba2, "cpu")
-    assert (got == want).double().mean() > (0.99 if (tokens, activation, state) != (40, BF16, BF16) else 0.9)
+    assert (got == want).double().mean() > 0.99
     assert harness.relative_error(got, want) < harness.TOLERANCE[state]
     plain = replace(case.attributes, stochastic_rounding=False)
     case.attributes = plain
