@@ -56,7 +56,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--context_len", type=int, default=16384, help="tokens of each piece of the text")
     parser.add_argument("--rows", type=int, default=8, help="pieces of the text, all in one batch")
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="variants whose name has one of these words")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="variants whose name has one of these words, in their order"
+    )
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="start no variant that would not end so long after the start"
     )
@@ -178,7 +180,7 @@ def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_p
     options.output.mkdir(parents=True, exist_ok=True)
     report = Report(options.checkpoint_dir.resolve().name, about, comparison.segments)
     baseline, *others = variants(engine, options.windows)
-    chosen = [v for v in others if not options.only or any(word in v.name for word in options.only)]
+    chosen = dict.fromkeys(variant for word in options.only or [""] for variant in others if word in variant.name)
     for variant in (baseline, *chosen):
         longest = max((result.seconds for result in report.results), default=0.0)
         if time.perf_counter() - start + longest > options.seconds:

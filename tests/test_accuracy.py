@@ -253,6 +253,9 @@ def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         and len(names) > 3
         and all(any(w in n for w in ("bfloat16", "read", "int8")) for n in names[1:])
     )
+    words = ["bfloat16", "read", "int8"]
+    places = [next(i for i, word in enumerate(words) if word in n) for n in names[1:]]
+    assert places == sorted(places) and set(places) == {0, 1, 2}
     assert report["about"]["bytes_per_token"] == 1.0 and report["segments"][-1] == 19
     text = (folder / f"{name}.md").read_text()
     assert len([line for line in text.splitlines() if line.startswith("|")]) == len(names) + 2
