@@ -39,48 +39,106 @@ struct CopyColumns {
     }
 };
 
-// Writes the copy of one row's block of 32 columns; `codes` and `scales` are the row's.
-//
-// A wide state has columns 4 t ... 4 t + 3 of each half in lane t, a narrow one columns 8 t ... 8 t + 7 of the whole.
-template <bool WIDE>
-__device__ __forceinline__ void store_copy_block(const CopyColumns& c, float head_scale, u8* codes, u8* scales, int block, int t) {
-    if constexpr (READ_BITS == 8) {
-        const u32 scale = fp8_scale(quad_magnitude<4>(larger_magnitude(c.amax[0], c.amax[1])));
-        const float factor = fp8_factor(scale);
-        const u32 first = copy_codes(c.x, factor), second = copy_codes(c.x + 4, factor);
-        if (t == block % 4) scales[block] = u8(scale);
-        if constexpr (WIDE) {
-            store_codes(codes + 32 * block + 4 * t, first);
-            store_codes(codes + 32 * block + 16 + 4 * t, second);
-        } else {
-            *reinterpret_cast<uint2*>(codes + 32 * block + 8 * t) = {first, second};
+// Lane t of each quad has item i in v[i]; afterwards it has item t of lane i there.
+__device__ __forceinline__ void transpose_quad(u32 (&v)[4], int t) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance <<= 1)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance) continue;
+            const bool upper = t & distance;
+            const u32 received = __shfl_xor_sync(~0u, upper ? v[i] : v[i + distance], distance);
+            (upper ? v[i] : v[i + distance]) = received;
         }
-    } else if constexpr (WIDE) {
-        // Lanes 0 and 1 work out the scales of the halves for the others.
-        const float low = quad_magnitude<4>(c.amax[0]), high = quad_magnitude<4>(c.amax[1]);
-        const u32 scale = nvfp4_scale(t % 2 ? high : low, head_scale);
-        const float factor = nvfp4_factor(scale, head_scale);
-        if (t < 2) scales[2 * block + t] = u8(scale);
-        const u32 both = copy_codes(c.x, __shfl_sync(~0u, factor, 0, 4)) | copy_codes(c.x + 4, __shfl_sync(~0u, factor, 1, 4)) << 16;
-        // A quad's 16 bytes leave in words: two lanes' parts of one half.
-        const u32 even = __shfl_sync(~0u, both, 2 * t % 4, 4), odd = __shfl_sync(~0u, both, 2 * t % 4 + 1, 4);
-        *reinterpret_cast<u32*>(codes + 16 * block + 4 * t) = __byte_perm(even, odd, t < 2 ? 0x5410 : 0x7632);
-    } else {
-        const u32 scale = nvfp4_scale(quad_magnitude<2>(larger_magnitude(c.amax[0], c.amax[1])), head_scale);
-        const float factor = nvfp4_factor(scale, head_scale);
-        if (t % 2 == 0) scales[2 * block + t / 2] = u8(scale);
-        *reinterpret_cast<u32*>(codes + 16 * block + 4 * t) = copy_codes(c.x, factor) | copy_codes(c.x + 4, factor) << 16;
-    }
 }
 
-// The same of rows g and g + 8 of a tile, the head's copy being `copy` and the lane's first row `row` of the head.
+// Blocks of 32 columns of a row whose codes leave together, in accesses of 16 bytes that fill whole sectors of memory.
+constexpr int COPY_STORE_BLOCKS = BLOCKS > 4 ? 2 : BLOCKS;
+
+// Codes and scales of these blocks of one row.
+//
+// A wide state has columns 4 t ... 4 t + 3 of each half of a block in lane t, a narrow one columns 8 t ... 8 t + 7 of the block.
 template <typename T>
-__device__ __forceinline__ void store_copy_rows(const StatePairs<T> (&pairs)[2], float head_scale, const ReadCopy& copy, int row,
-                                                int block, int t) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int at = row + 2 * r;
-        store_copy_block<sizeof(T) == 4>(CopyColumns(pairs[r]), head_scale, copy.codes + at * (STATE_SIZE * READ_BITS / 8),
-                                         copy.scales + at * (STATE_SIZE / COPY_BLOCK), block, t);
+struct CopyStore {
+    static constexpr bool WIDE = sizeof(T) == 4;
+    static constexpr int N = COPY_STORE_BLOCKS;
+    u32 first[N], second[N];  // the lane's codes; nvfp4's eight are in `first`
+    u32 scales[N];
+
+    // Block i.
+    __device__ __forceinline__ void set(int i, const CopyColumns& c, float head_scale, int t) {
+        if constexpr (READ_BITS == 8) {
+            scales[i] = fp8_scale(quad_magnitude<4>(larger_magnitude(c.amax[0], c.amax[1])));
+            const float factor = fp8_factor(scales[i]);
+            first[i] = copy_codes(c.x, factor), second[i] = copy_codes(c.x + 4, factor);
+        } else if constexpr (WIDE) {
+            // Even lanes work out the scale of the lower half, odd ones that of the upper, for all four.
+            const float low = quad_magnitude<4>(c.amax[0]), high = quad_magnitude<4>(c.amax[1]);
+            scales[i] = nvfp4_scale(t % 2 ? high : low, head_scale);
+            const float factor = nvfp4_factor(scales[i], head_scale);
+            first[i] = copy_codes(c.x, __shfl_sync(~0u, factor, 0, 4)) | copy_codes(c.x + 4, __shfl_sync(~0u, factor, 1, 4)) << 16;
+        } else {
+            scales[i] = nvfp4_scale(quad_magnitude<2>(larger_magnitude(c.amax[0], c.amax[1])), head_scale);
+            const float factor = nvfp4_factor(scales[i], head_scale);
+            first[i] = copy_codes(c.x, factor) | copy_codes(c.x + 4, factor) << 16;
+        }
     }
-}
+    // Row `row` of the head's copy, from block `block` on.
+    __device__ __forceinline__ void store(const ReadCopy& copy, int row, int block, int t) {
+        u8* codes = copy.codes + row * (STATE_SIZE * READ_BITS / 8) + block * (4 * READ_BITS);
+        u8* to = copy.scales + row * (STATE_SIZE / COPY_BLOCK) + block * (32 / COPY_BLOCK);
+        if constexpr (READ_BITS == 8 && !WIDE) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) *reinterpret_cast<uint2*>(codes + 32 * i + 8 * t) = {first[i], second[i]};
+        } else if constexpr (READ_BITS == 8) {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) {
+                const int next = i + 1 < N ? i + 1 : i;
+                u32 halves[4] = {first[i], second[i], first[next], second[next]};
+                transpose_quad(halves, t);
+                if (i + t / 2 < N) store_16_bytes(codes + 32 * i + 16 * t, halves);
+            }
+        } else {
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = first[i < N ? i : 0];
+            transpose_quad(words, t);
+            if constexpr (WIDE) {
+                const u32 parts[4] = {words[0], words[1], words[2], words[3]};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    words[i] = __byte_perm(parts[2 * i % 4], parts[2 * i % 4 + 1], i < 2 ? 0x5410 : 0x7632);
+            }
+            if (t < N) store_16_bytes(codes + 16 * t, words);
+        }
+        store_scales(to, t);
+    }
+
+private:
+    __device__ __forceinline__ static void store_16_bytes(u8* to, const u32 (&v)[4]) {
+        *reinterpret_cast<uint4*>(to) = {v[0], v[1], v[2], v[3]};
+    }
+    __device__ __forceinline__ void store_scales(u8* to, int t) const {
+        if constexpr (N < 4) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (READ_BITS == 8 && t == 0) to[i] = u8(scales[i]);
+                if (READ_BITS == 4 && WIDE && t < 2) to[2 * i + t] = u8(scales[i]);
+                if (READ_BITS == 4 && !WIDE && t % 2 == 0) to[2 * i + t / 2] = u8(scales[i]);
+            }
+        } else {
+            const u32 own = scales[0] | scales[1] << 8 | scales[2] << 16 | scales[3] << 24;
+            if constexpr (READ_BITS == 8) {
+                if (t == 0) *reinterpret_cast<u32*>(to) = own;
+            } else {
+                // Both halves' scales of the first two blocks, then of the last two.
+                constexpr int STEP = WIDE ? 1 : 2;
+                const u32 other = __shfl_xor_sync(~0u, own, STEP);
+                const bool upper = t & STEP;
+                const u32 low = upper ? other : own, high = upper ? own : other;
+                if (WIDE ? t < 2 : t % 2 == 0)
+                    *reinterpret_cast<u32*>(to + (upper ? 4 : 0)) = __byte_perm(low, high, upper ? 0x7362 : 0x5140);
+            }
+        }
+    }
+};

@@ -1,9 +1,8 @@
 // Folds a row's ring into the checkpoint of several heads, and writes their read copies.
 //
 // A warp owns 16 rows of each head and keeps them in registers until the head's largest magnitude is known and their codes
-// are stored. The next head's rows travel to the L2 cache meanwhile, and to registers block by block as these become free.
+// are stored. The next head's rows are requested block by block as registers become free.
 #pragma once
-#include "bulk_copy.cuh"
 #include "mamba2_copy.cuh"
 #include "mamba2_fold.cuh"
 
@@ -93,11 +92,6 @@ __device__ __forceinline__ void load_inputs(HeadInputs& in, const Sequence& seq,
                 in.x[b][s] = load_8_bytes(seq.x(seq.existing(16 * b + 8 * s + lane / 4), head) + p0 + 4 * (lane % 4));
 }
 
-// Brings the 16 rows of a warp to the L2 cache; `rows` is the first.
-__device__ __forceinline__ void prefetch_rows(const STATE* rows, int lane) {
-    if (lane == 0) prefetch_bulk(rows, 16 * STATE_SIZE * sizeof(STATE));
-}
-
 // `state` and `copy` are the slot's. All warps of the block take part, and none reads the copy any more.
 __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& scalars, int first, int heads, STATE* state,
                                            const ReadCopy& copy, const RandomSource& random, WarpMagnitudes& magnitudes, SharedB& b) {
@@ -105,21 +99,17 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
     const int row = 16 * warp + state_row(g);
     const bool has_checkpoint = seq.row.folded > 0;
     const int entries = seq.row.fold_entries();
-    STATE* warp_rows = state + first * HEAD_SIZE + 16 * warp * STATE_SIZE;
     state += first * HEAD_SIZE + row * STATE_SIZE;
 
     StateTile<STATE> tile;
-    const auto load = [&](int k) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (has_checkpoint)
-                tile[k][r].load(state + 2 * r * STATE_SIZE, k, t);
-            else
-                tile[k][r].clear();
-        }
+    const auto load = [&](int k, int r) {
+        if (has_checkpoint)
+            tile[k][r].load(state + 2 * r * STATE_SIZE, k, t);
+        else
+            tile[k][r].clear();
     };
 #pragma unroll
-    for (int k = 0; k < BLOCKS; ++k) load(k);
+    for (int k = 0; k < BLOCKS; ++k) load(k, 0), load(k, 1);
     HeadInputs in;
     load_inputs(in, seq, first, 16 * warp, lane);
     b.fill(seq, group, entries);
@@ -127,8 +117,6 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
     const SharedBRows b_rows = {b, lane, (entries - 1) / 2};
 
     for (int head = 0; head < heads; ++head) {
-        warp_rows += HEAD_SIZE;
-        if (has_checkpoint && head + 1 < heads) prefetch_rows(warp_rows, lane);
         const Decays decays = scalars.decays(in.dt, seq, head, lane);
         Updates updates(in, decays, entries, lane);
         seq.forget_addresses();
@@ -136,7 +124,7 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k) {
             tile[k][0].keep(), tile[k][1].keep();
-            if constexpr (ENTRY_BLOCKS > 1) updates.keep();
+            if constexpr (ENTRY_BLOCKS > 1 || BLOCKS > 4) updates.keep();
             fold_block(tile[k], tile[k], updates, b_rows, entries, k, lane, state, k, random, element);
         }
         // The sums' registers are free for what the next head needs.
@@ -154,9 +142,17 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
         if (READ_BITS == 4 && threadIdx.x == 0) *written.head_scale = head_scale;
         state += HEAD_SIZE;
 #pragma unroll
-        for (int k = 0; k < BLOCKS; ++k) {
-            store_copy_rows(tile[k], head_scale, written, row, k, t);
-            if (head + 1 < heads) load(k);
+        for (int k = 0; k < BLOCKS; k += COPY_STORE_BLOCKS) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                CopyStore<STATE> codes;
+#pragma unroll
+                for (int i = 0; i < COPY_STORE_BLOCKS; ++i) {
+                    codes.set(i, CopyColumns(tile[k + i][r]), head_scale, t);
+                    if (head + 1 < heads) load(k + i, r);
+                }
+                codes.store(written, row + 2 * r, k, t);
+            }
         }
     }
 }

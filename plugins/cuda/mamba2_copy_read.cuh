@@ -24,8 +24,8 @@ constexpr int divisor_up_to(int n, int limit) {
         if (n % i == 0) best = i;
     return best;
 }
-// Tiles whose codes are in registers or on their way: what 40 words hold, or fewer beside the outputs of many rows.
-constexpr int SLOTS = divisor_up_to(TILES, (TILES > 5 ? 16 : 40) / (2 * CODE_WORDS));
+// Tiles whose codes are in registers or on their way: what 32 words hold, or fewer beside many outputs.
+constexpr int SLOTS = divisor_up_to(TILES, (TILES > 4 || STATE_SIZE > 128 || TOKENS > 8 ? 16 : 32) / (2 * CODE_WORDS));
 
 // First column of word w of lane t.
 __device__ __forceinline__ int code_column(int t, int w) {
@@ -50,7 +50,9 @@ struct Words {
 #pragma unroll
         for (int i = 0; i < N; i += STEP) {
             if constexpr (STEP == 4)
-                static_cast<uint4*>(to)[i / 4] = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+                asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(static_cast<u32*>(to) + i), "r"(v[i]), "r"(v[i + 1]),
+                             "r"(v[i + 2]), "r"(v[i + 3])
+                             : "memory");
             else if constexpr (STEP == 2)
                 static_cast<uint2*>(to)[i / 2] = {v[i], v[i + 1]};
             else
@@ -153,9 +155,21 @@ constexpr float CODE_UNIT = READ_BITS == 4 && !HAS_E2M1 ? 64.0f : 1.0f;
 constexpr bool SPREAD_PAIRS = READ_BITS == 4 && !HAS_E2M1;
 constexpr int WORD_PAIRS = WORD_COLUMNS / 2;
 
+// Float16 of the four E4M3 codes of a word. A conversion takes either half of a register as it is.
+__device__ __forceinline__ void from_e4m3_word(u32& low, u32& high, u32 word) {
+    asm("{\n"
+        ".reg .b16 first, second;\n"
+        "mov.b32 {first, second}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+        "}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
+}
+
 __device__ __forceinline__ void decode(u32 (&pairs)[WORD_PAIRS], u32 word) {
     if constexpr (READ_BITS == 8) {
-        pairs[0] = from_e4m3_pair(u16(word)), pairs[1] = from_e4m3_pair(u16(word >> 16));
+        from_e4m3_word(pairs[0], pairs[1], word);
     } else {
 #if HAS_E2M1
         asm("{\n"
@@ -171,8 +185,8 @@ __device__ __forceinline__ void decode(u32 (&pairs)[WORD_PAIRS], u32 word) {
 #else
         // Sign, the lower two bits of the exponent and the highest of the fraction.
         const u32 even = word << 4 & 0x80808080u | word << 2 & 0x1c1c1c1cu, odd = word & 0x80808080u | word >> 2 & 0x1c1c1c1cu;
-        pairs[0] = from_e4m3_pair(u16(even)), pairs[1] = from_e4m3_pair(u16(even >> 16));
-        pairs[2] = from_e4m3_pair(u16(odd)), pairs[3] = from_e4m3_pair(u16(odd >> 16));
+        from_e4m3_word(pairs[0], pairs[1], even);
+        from_e4m3_word(pairs[2], pairs[3], odd);
 #endif
     }
 }

@@ -9,6 +9,13 @@
 #include "mamba2_copy_fold.cuh"
 #include "mamba2_copy_read.cuh"
 
+// Compiled for compute capability 10, steps spill with the registers that WARPS_AN_SM leaves on 9.0.
+#if __CUDA_ARCH__ >= 1000
+constexpr int WARPS_HELD = WARPS_AN_SM < 8 ? WARPS_AN_SM : 8;
+#else
+constexpr int WARPS_HELD = WARPS_AN_SM;
+#endif
+
 // Entry tiles whose x is requested with the codes; further ones are read where they are needed.
 constexpr int AHEAD = ENTRY_TILES <= 4 ? ENTRY_TILES : 0;
 
@@ -18,39 +25,27 @@ struct ReadInputs {
     float dt[ENTRY_LANES];
 };
 
-// Where they lie; moves from head to head of the warp.
-struct ReadCursor {
-    int x[AHEAD > 0 ? AHEAD : 1][2];  // from the tokens or from the ring
+// An entry that exists: number 8 s + 2 t + e of the lane, or the last one.
+__device__ __forceinline__ int lane_entry(const Sequence& seq, int s, int e, int lane) { return seq.existing(8 * s + 2 * (lane % 4) + e); }
 
-    __device__ __forceinline__ ReadCursor(const Sequence& seq, int head, int lane) {
+// The lane's channels of x of such an entry.
+__device__ __forceinline__ const ACT* lane_x(const Sequence& seq, int head, int j, int lane) {
+    const int from_token = (j - seq.history) * seq.in.xbc_stride + head * HEAD_DIM;
+    const int from_ring = (head * RING_ROWS + seq.ring_row(j)) * HEAD_DIM;
+    return (seq.is_token(j) ? seq.in.xbc : seq.in.ring_x) + (seq.is_token(j) ? from_token : from_ring) + LANE_ROWS * (lane / 4);
+}
+
+// Requests a head's share. Its addresses are worked out anew instead of being kept from head to head: registers are short.
+__device__ __forceinline__ void request(ReadInputs& in, const Sequence& seq, int head, int lane) {
 #pragma unroll
-        for (int s = 0; s < AHEAD; ++s)
+    for (int b = 0; b < ENTRY_LANES; ++b)
+        in.dt[b] = lane + 32 * b < seq.history ? seq.in.ring_dt[head * RING_ROWS + seq.ring_row(lane + 32 * b)] : 0.0f;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int j = entry(seq, s, e, lane);
-                const int from_token = (j - seq.history) * seq.in.xbc_stride + head * HEAD_DIM;
-                const int from_ring = (head * RING_ROWS + seq.ring_row(j)) * HEAD_DIM;
-                x[s][e] = (seq.is_token(j) ? from_token : from_ring) + LANE_ROWS * (lane / 4);
-            }
-    }
-    __device__ static __forceinline__ int entry(const Sequence& seq, int s, int e, int lane) {
-        return seq.existing(8 * s + 2 * (lane % 4) + e);
-    }
-    __device__ static __forceinline__ const ACT* base(const Sequence& seq, int j) { return seq.is_token(j) ? seq.in.xbc : seq.in.ring_x; }
-    __device__ __forceinline__ void take(ReadInputs& out, const Sequence& seq, int head, int lane) {
+    for (int s = 0; s < AHEAD; ++s)
 #pragma unroll
-        for (int b = 0; b < ENTRY_LANES; ++b)
-            out.dt[b] = lane + 32 * b < seq.history ? seq.in.ring_dt[head * RING_ROWS + seq.ring_row(lane + 32 * b)] : 0.0f;
-#pragma unroll
-        for (int s = 0; s < AHEAD; ++s)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int j = entry(seq, s, e, lane);
-                if (s == 0 || 8 * s < seq.length) out.x[s][e].load(base(seq, j) + x[s][e]);
-                x[s][e] += WARPS * seq.x_step(j);
-            }
-    }
-};
+        for (int e = 0; e < 2; ++e)
+            if (s == 0 || 8 * s < seq.length) in.x[s][e].load(lane_x(seq, head, lane_entry(seq, s, e, lane), lane));
+}
 
 // B . C of a group, tile by tile of 8 entries. Where `append` says so, the tokens' B rows go into the ring.
 __device__ __forceinline__ void share_products(KeptProducts& out, const Sequence& seq, int group, int warp, int lane, bool append,
@@ -76,7 +71,7 @@ __device__ __forceinline__ void append(const Sequence& seq, const SharedScalars&
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_HELD < WARPS ? 1 : WARPS_HELD / WARPS)
     mamba2_copy_step(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
                      const STATE* state, const ACT* ring_x, const ACT* ring_b, const float* ring_dt, COPY_INPUTS int /*tokens*/,
                      int xbc_stride, int dt_stride, int state_stride, int ring_x_stride, int ring_b_stride, int ring_dt_stride,
@@ -112,10 +107,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             return;
         }
         const ReadCopy copy = COPY_OF_SLOT(row.slot);
-        const bool appends = !row.absorbs(), has_checkpoint = row.folded > 0;
+        const bool has_checkpoint = row.folded > 0;
 
-        if (row.folds() && has_checkpoint)
-            prefetch_rows(state_out + row.slot * state_stride + first * HEAD_SIZE + 16 * warp * STATE_SIZE, lane);
         // Without a checkpoint the codes stay zero: nothing is ever loaded into them.
         CopyRows rows(copy, first + warp, lane);
         CopyTile tiles[SLOTS];
@@ -124,16 +117,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             tiles[i].clear();
             if (has_checkpoint && first + warp < last) tiles[i].load(rows, i);
         }
-        ReadCursor cursor(seq, first + warp, lane);
         ReadInputs in;
-        if (first + warp < last) cursor.take(in, seq, first + warp, lane);
+        if (first + warp < last) request(in, seq, first + warp, lane);
         scalars.fill(seq, copy, first, heads_per_block);
-        share_products(bc, seq, group, warp, lane, appends && first % HEADS_A_GROUP == 0, ring_b_out + row.slot * ring_b_stride);
+        share_products(bc, seq, group, warp, lane, !row.absorbs() && first % HEADS_A_GROUP == 0, ring_b_out + row.slot * ring_b_stride);
         for (int n = WARPS - 1 - warp; n < TOKEN_TILES; n += WARPS) c.fill(n, seq, group, row.tokens, lane);
         __syncthreads();
 
         for (int head = first + warp; head < last; head += WARPS) {
-            const Decays decays = scalars.decays(in.dt, seq, head - first, lane);
+            // What follows from the lane is worked out anew for every head, too.
+            int own = lane;
+            asm volatile("" : "+r"(own));
+            const Decays decays = scalars.decays(in.dt, seq, head - first, own);
             HeadOutputs out;
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
@@ -147,22 +142,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, WARPS_AN_SM / WARPS)
             const auto x = [&](int s, int e) {
                 if constexpr (AHEAD > 0) return in.x[s][e];
                 LaneX later;
-                later.load(seq.x(ReadCursor::entry(seq, s, e, lane), head) + LANE_ROWS * g);
+                later.load(lane_x(seq, head, lane_entry(seq, s, e, own), own));
                 return later;
             };
-            finish(out, c, bc, decays, seq, scalars.copy_scale[head - first], scalars.D[head - first], lane, x);
+            finish(out, c, bc, decays, seq, scalars.copy_scale[head - first], scalars.D[head - first], own, x);
             seq.forget_addresses();
-            if (head + WARPS < last) cursor.take(in, seq, head + WARPS, lane);
-            store_outputs(out, row.tokens, t, y + head * HEAD_DIM);
+            if (head + WARPS < last) request(in, seq, head + WARPS, own);
+            store_outputs(out, row.tokens, own % 4, y + head * HEAD_DIM);
         }
-        if (appends)
-            append(seq, scalars, first, heads_per_block, ring_x_out + i64(seq.slot) * ring_x_stride,
-                   ring_dt_out + i64(seq.slot) * ring_dt_stride);
-        if (!row.folds()) return;
     }
+    const Sequence seq = sequence();
+    if (!seq.row.absorbs())
+        append(seq, scalars, first, heads_per_block, ring_x_out + seq.row.slot * ring_x_stride,
+               ring_dt_out + seq.row.slot * ring_dt_stride);
+    if (!seq.row.folds()) return;
     // No warp reads codes any more that another is about to replace.
     __syncthreads();
-    const Sequence seq = sequence();
     fold_heads(seq, scalars, first, heads_per_block, state_out + seq.row.slot * state_stride, COPY_OF_SLOT(seq.row.slot),
                RandomSource{step, int(blockIdx.y)}, magnitudes, b);
 }

@@ -9,6 +9,7 @@
 // Stages: mamba2_chunk.cuh (inputs), mamba2_chunk_outputs.cuh, mamba2_chunk_state.cuh. Macros: mamba2_chunk.cuh.
 #include "mamba2_chunk_outputs.cuh"
 #include "mamba2_chunk_state.cuh"
+#include "read_copy.cuh"
 
 // C of wide states is more than registers hold beside an update.
 constexpr bool EARLY_C = STATE_SIZE <= 128;
@@ -32,11 +33,25 @@ __device__ __forceinline__ void append(const Shared& shared, const ChunkSteps& s
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
+// Where there is a read copy, the blocks of a head are a cluster: one of them writes the copy when all have stored their rows.
+#if READ_BITS > 0
+#define HEAD_CLUSTER __cluster_dims__(HEAD_DIM / CHANNELS, 1, 1)
+#else
+#define HEAD_CLUSTER
+#endif
+
+// Waits for the cluster's blocks, and for what they have stored.
+__device__ __forceinline__ void wait_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+extern "C" __global__ void HEAD_CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
     mamba2_prefill(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
-                   const STATE* state, const ACT* ring_x, const ACT* ring_b, const float* ring_dt, int tokens, int xbc_stride,
-                   int dt_stride, int state_stride, int ring_x_stride, int ring_b_stride, int ring_dt_stride,
-                   int /*heads_per_block*/, ACT* y, STATE* state_out, ACT* ring_x_out, ACT* ring_b_out, float* ring_dt_out) {
+                   const STATE* state, const ACT* ring_x, const ACT* ring_b, const float* ring_dt, COPY_INPUTS int tokens,
+                   int xbc_stride, int dt_stride, int state_stride, int ring_x_stride, int ring_b_stride, int ring_dt_stride,
+                   COPY_STRIDES int /*heads_per_block*/, ACT* y, STATE* state_out, ACT* ring_x_out, ACT* ring_b_out,
+                   float* ring_dt_out COPY_OUTPUTS) {
     __shared__ alignas(128) Shared shared;
     const u32 lane = threadIdx.x % 32;
     const Tensors t{xbc, dt, ring_x, ring_b, ring_dt, tokens, xbc_stride, dt_stride, ring_x_stride, ring_b_stride, ring_dt_stride};
@@ -81,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
         s.update(shared, steps, opaque(lane));
         if (index + 1 == w.folded_chunks())
             s.store(state_out + w.slot() * state_stride + w.head() * HEAD_SIZE, w, RandomSource{step, int(blockIdx.y)}, lane);
-        if (index + 1 == chunks) return;
+        if (index + 1 == chunks) break;
 
         own.store_steps(next_steps, shared.steps[(index + 1) % 2], next, opaque(lane));
         __syncthreads();
@@ -90,5 +105,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
         s.publish(shared, opaque(lane));
         if (!EARLY_C) loaded.load(w, next, own.first_token(), opaque(lane));
         chunk = next;
+    }
+    if constexpr (READ_BITS > 0) {
+        // The row is read again, so that nothing is kept in registers for this.
+        int at = blockIdx.y;
+        asm volatile("" : "+r"(at));
+        const Row written = load_row(step, at, tokens);
+        if (!written.folds()) return;
+        wait_cluster();
+        const int head = blockIdx.x * CHANNELS / HEAD_DIM;
+        if (blockIdx.x * CHANNELS % HEAD_DIM == 0)
+            write_copy<HEAD_DIM, STATE_SIZE, THREADS>(state_out + written.slot * state_stride + head * HEAD_SIZE,
+                                                      COPY_OF_SLOT(written.slot).of_head(head, HEAD_DIM, STATE_SIZE));
     }
 }

@@ -57,13 +57,11 @@ def launch_record(
     dims = a.head_dim, a.state_size
     if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state) and not read_bits(a):
         return mamba2_standard(shape, a.num_heads, dims, state, rows, (tokens, *strides, 0))
-    if tokens > MAX_VERIFY_TOKENS and read_bits(a):
-        return recurrent_record(a, shape, ring, rows, tokens, strides)
     if tokens > MAX_VERIFY_TOKENS:
         return prefill_record(a, shape, activation, rows, tokens, strides)
     if read_bits(a):
         entries, counts = most_entries(a, tokens), head_counts(a, tokens)
-        return copy_step_record(a, shape, rows, tokens, entries, counts, (tokens, *strides))
+        return copy_step_record(a, shape, state, rows, tokens, entries, counts, (tokens, *strides))
     return step_record(a, shape, state, rows, tokens, strides)
 
 
@@ -193,7 +191,8 @@ def variants() -> list[Kernel]:
     # Read copies: tuned steps of several shapes, and the plain kernel.
     copied = [
         *product((nano,), ((bf16, fp32), (bf16, bf16)), (1, 4, 8, 16)),
-        *product((narrow, small, wide, long), ((bf16, fp32),), (1, 4)),
+        *product((small,), ((bf16, fp32),), (1, 4)),
+        *product((nano,), ((bf16, fp32),), (2048,)),
         *product((nano,), ((fp32, fp32),), (1, 64)),
     ]
     formats: tuple[ReadDtype, ...] = ("fp8", "nvfp4")

@@ -5,6 +5,8 @@ The kernel is plugins/cuda/mamba2_copy_step.cu, the copy's contract plugins/read
 
 from __future__ import annotations
 
+import torch
+
 from trtllm_replayssm.plugins.launch import Kernel, Launch
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.read_copy import FORMATS
@@ -22,6 +24,7 @@ def read_bits(a: Mamba2Attributes) -> int:
 def copy_step_record(
     a: Mamba2Attributes,
     shape: Macros,
+    state: torch.dtype,
     rows: int,
     tokens: int,
     entries: int,
@@ -35,7 +38,7 @@ def copy_step_record(
         ("TOKENS", tokens),
         ("ENTRIES", entries),
         ("HEADS_A_BLOCK", max(head_counts)),
-        ("WARPS_AN_SM", max(warps, step_warps(a, tokens, entries))),
+        ("WARPS_AN_SM", max(warps, step_warps(a, state, tokens, entries))),
     )
     in_flight = a.head_dim * a.state_size * read_bits(a) // 8 * warps
     kernel = Kernel("mamba2_copy_step.cu", "mamba2_copy_step", 32 * warps, (*shape, *tuned), in_flight)
@@ -43,8 +46,9 @@ def copy_step_record(
     return Launch(kernel, (a.num_heads // heads, rows, 1), (*integers, heads))
 
 
-def step_warps(a: Mamba2Attributes, tokens: int, entries: int) -> int:
+def step_warps(a: Mamba2Attributes, state: torch.dtype, tokens: int, entries: int) -> int:
     """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
-    if a.state_size > 128 or a.head_dim > 64 or tokens > 8 or entries > 24 or a.stochastic_rounding:
+    wide = a.state_size > 128 or a.head_dim > 64 or tokens > 8 or entries > 24 or a.stochastic_rounding
+    if wide or (read_bits(a) == 8 and (tokens not in (2, 3, 4) or state.itemsize == 2)):
         return 8
-    return 16 if read_bits(a) == 4 and tokens == 1 and entries <= 16 else 12
+    return 16 if tokens == 1 and entries <= 16 and state.itemsize == 4 else 12

@@ -26,7 +26,7 @@ def prefill_record(
         ("CHUNK", chunk),
         ("CHANNELS", channels),
         ("CHANNEL_PARTS", 1),
-        ("BLOCKS_AN_SM", blocks_an_sm(threads, activation, rows * blocks)),
+        ("BLOCKS_AN_SM", blocks_an_sm(a, threads, activation, rows * blocks)),
     )
     kernel = Kernel("mamba2_prefill.cu", "mamba2_prefill", threads, (*shape, *tuned))
     return Launch(kernel, (blocks, rows, 1), (tokens, *strides, 0))
@@ -39,10 +39,11 @@ def chunk_shape(a: Mamba2Attributes) -> tuple[int, int]:
     return 64, 32 if a.head_dim % 32 == 0 else 16
 
 
-def blocks_an_sm(threads: int, activation: torch.dtype, grid: int) -> int:
+def blocks_an_sm(a: Mamba2Attributes, threads: int, activation: torch.dtype, grid: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers: three where the grid has as many.
 
-    float16 is taken apart in registers.
+    float16 is taken apart in registers, and the scale of an nvfp4 head takes some more than the bound of three blocks.
     """
-    three = threads == 128 and activation == torch.bfloat16 and grid > 2 * MULTIPROCESSORS
+    narrow = threads == 128 and activation == torch.bfloat16 and a.read_dtype != "nvfp4"
+    three = narrow and grid > 2 * MULTIPROCESSORS
     return (384 if three else 256) // threads
