@@ -104,7 +104,7 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
     StateTile<STATE> tile;
     const auto load = [&](int k, int r) {
         if (has_checkpoint)
-            tile[k][r].load(state + 2 * r * STATE_SIZE, k, t);
+            tile[k][r].template load<true>(state + 2 * r * STATE_SIZE, k, t);
         else
             tile[k][r].clear();
     };
@@ -125,7 +125,7 @@ __device__ __forceinline__ void fold_heads(Sequence seq, const SharedScalars& sc
         for (int k = 0; k < BLOCKS; ++k) {
             tile[k][0].keep(), tile[k][1].keep();
             if constexpr (ENTRY_BLOCKS > 1 || BLOCKS > 4) updates.keep();
-            fold_block(tile[k], tile[k], updates, b_rows, entries, k, lane, state, k, random, element);
+            fold_block<true>(tile[k], tile[k], updates, b_rows, entries, k, lane, state, k, random, element);
         }
         // The sums' registers are free for what the next head needs.
         if (head + 1 < heads) load_inputs(in, seq, first + head + 1, 16 * warp, lane);

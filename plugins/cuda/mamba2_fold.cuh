@@ -112,7 +112,7 @@ __device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePair
 
 // Folds into block `block` of a warp's rows, `state`, and stores the result, which becomes `folded`. `rows_out`: this lane's
 // first row, of which the block is number k, and whose first column is element `element` of the slot's state.
-template <typename Rows>
+template <bool UPDATE = false, typename Rows>
 __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2],
                                            const Updates& updates, const Rows& b_rows, int entries, int block, int lane,
                                            STATE* rows_out, int k, const RandomSource& random, int element) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             add_updates(folded[r], state[r], updates.decay, sum, half, r, bits[r]);
-            folded[r].store_half(rows_out + 2 * r * STATE_SIZE, k, half, t);
+            folded[r].template store_half<UPDATE>(rows_out + 2 * r * STATE_SIZE, k, half, t);
         }
     }
 }

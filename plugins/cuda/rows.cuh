@@ -54,6 +54,16 @@ __device__ __forceinline__ uint4 load_streaming(const void* at) {
     return v;
 }
 
+// The same of data that is written back at once. Then hints cost time: half of the traffic is writes.
+__device__ __forceinline__ uint4 load_to_update(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ void store_update(void* at, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // 8 bytes of a line whose other bytes other warps read at the same time.
 __device__ __forceinline__ uint2 load_8_bytes(const void* at) {
     uint2 v;
@@ -65,26 +75,29 @@ __device__ __forceinline__ void store_streaming(void* at, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// A lane's four pairs of one row and block of the state, as stored.
+// A lane's four pairs of one row and block of the state, as stored. UPDATE: it is loaded to be written back at once.
 template <typename T>
 struct StatePairs {
     static constexpr int WORDS = 2 * sizeof(T);
     u32 v[WORDS];
 
+    template <bool UPDATE = false>
     __device__ __forceinline__ void load(const T* row, int block, int t) {
 #pragma unroll
         for (int part = 0; part < WORDS / 4; ++part) {
-            const uint4 word = load_streaming(row + 32 * block + (WORDS == 8 ? 16 * part + 4 * t : 8 * t));
+            const T* at = row + 32 * block + (WORDS == 8 ? 16 * part + 4 * t : 8 * t);
+            const uint4 word = UPDATE ? load_to_update(at) : load_streaming(at);
             v[4 * part] = word.x, v[4 * part + 1] = word.y, v[4 * part + 2] = word.z, v[4 * part + 3] = word.w;
         }
     }
     // Stores pairs 2 half and 2 half + 1 as far as they complete 16 bytes: those of a 2-byte state wait for half 1.
+    template <bool UPDATE = false>
     __device__ __forceinline__ void store_half(T* row, int block, int half, int t) const {
-        if constexpr (WORDS == 8)
-            store_streaming(row + 32 * block + 16 * half + 4 * t,
-                            {v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]});
-        else if (half == 1)
-            store_streaming(row + 32 * block + 8 * t, {v[0], v[1], v[2], v[3]});
+        if (WORDS == 4 && half == 0) return;
+        T* at = row + 32 * block + (WORDS == 8 ? 16 * half + 4 * t : 8 * t);
+        const int first = WORDS == 8 ? 4 * half : 0;
+        const uint4 word = {v[first], v[first + 1], v[first + 2], v[first + 3]};
+        UPDATE ? store_update(at, word) : store_streaming(at, word);
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll
