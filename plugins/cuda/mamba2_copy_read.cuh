@@ -24,8 +24,10 @@ constexpr int divisor_up_to(int n, int limit) {
         if (n % i == 0) best = i;
     return best;
 }
-// Tiles whose codes are in registers or on their way: what 32 words hold, or fewer beside many outputs.
-constexpr int SLOTS = divisor_up_to(TILES, (TILES > 4 || STATE_SIZE > 128 || TOKENS > 8 ? 16 : 32) / (2 * CODE_WORDS));
+// Tiles whose codes are in registers or on their way: what CODE_REGISTERS hold. Many outputs leave room for fewer; fp8 takes twice
+// the registers, which decode steps are given (plugins/device/mamba2_copy.py).
+constexpr int CODE_REGISTERS = TILES > 4 || STATE_SIZE > 128 || TOKENS > 8 ? 16 : READ_BITS == 8 && TOKENS == 1 ? 64 : 32;
+constexpr int SLOTS = divisor_up_to(TILES, CODE_REGISTERS / (2 * CODE_WORDS));
 
 // First column of word w of lane t.
 __device__ __forceinline__ int code_column(int t, int w) {
