@@ -20,7 +20,7 @@ from trtllm_replayssm.runtime.job import Job
 from trtllm_replayssm.runtime.penalties import Penalties
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request
-from trtllm_replayssm.runtime.sampling import ROWS_AT_ONCE, SamplingParams, distribution
+from trtllm_replayssm.runtime.sampling import NUMBERS, ROWS_AT_ONCE, SamplingParams, distribution
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.draft_model import DraftModelDrafter
@@ -119,6 +119,18 @@ def test_tables_grow_and_are_used_again() -> None:
             want[20] -= 2 * (slot == 5)
             assert torch.equal(changed[slot, 0], want)
     assert len(penalties.said) == 128
+
+
+def test_tables_have_a_row_for_each_penalised_request_that_runs(engine: Engine) -> None:
+    """Not for those that have ended, whose slots stay empty: one at a time, in the second slot and then in the first."""
+    made = scheduler(engine)
+    for name, params in enumerate(({"max_tokens": 2}, {"max_tokens": 2, "presence_penalty": 1.0})):
+        made.submit(request(engine, name, [2], **params))
+    finish(made)
+    made.submit(late := request(engine, 2, [2], max_tokens=20, presence_penalty=1.0))
+    finish(made)
+    assert len(made.launcher.sampler.penalties.said) == 1
+    assert late.tokens == alone(engine, 2, [2], max_tokens=20, presence_penalty=1.0).tokens
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.4, "seed": 3}], ids=["greedy", "sampled"])
@@ -246,6 +258,14 @@ def test_sampled_texts_have_the_distribution_of_penalised_logits(pair: tuple[Eng
 def test_values_without_a_meaning_are_refused(params: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_bounds_are_the_same_for_a_server_that_hands_penalties_on_as_float32(name: str) -> None:
+    low, high, _ = NUMBERS[name]
+    for value in (low, high, 1e-6 if low > 0 else -1e6, 1e6):
+        handed_on = float(torch.tensor(getattr(SamplingParams(**{name: value}), name), dtype=torch.float32))
+        assert getattr(SamplingParams(**{name: handed_on}), name) == handed_on
 
 
 def test_a_text_that_cannot_go_on_is_refused(engine: Engine) -> None:

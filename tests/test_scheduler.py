@@ -244,6 +244,20 @@ def test_drafts_of_the_caller_save_steps_and_change_no_token(engine: Engine, kin
         assert (asked[2].statistics.num_steps, asked[2].statistics.num_draft_tokens) == (20, 0)
 
 
+def test_drafts_behind_the_end_do_not_count(engine: Engine) -> None:
+    """The model agrees with them, but they are no tokens of the request."""
+    free = alone(engine, 0, [4], max_tokens=10)
+    made = scheduler(engine)
+    made.submit(one := request(engine, 0, [4], max_tokens=30, drafts=free.tokens, stop_token_ids=[free.tokens[2]]))
+    finish(made)
+    assert one.finish_reason == "stop"
+    for counts in (one.statistics, made.statistics):
+        # The prompt gives the first token.
+        assert counts.num_output_tokens == len(one.tokens) - 1
+        assert counts.num_accepted_draft_tokens == counts.num_output_tokens - counts.num_steps
+    assert made.statistics.num_draft_tokens == 3
+
+
 def test_drafts_that_cannot_be_are_refused(engine: Engine, tmp_path: Path) -> None:
     made = scheduler(engine)
     with pytest.raises(UserError, match=r"the draft of prompt 0 holds token id 9999; the model has ids 0 to"):
@@ -326,6 +340,15 @@ def test_a_request_that_turns_out_to_have_ended_costs_a_row_and_nothing_else(
     assert asked[0].tokens == free.tokens[: len(asked[0].tokens)]
     for one in asked[2:]:
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=20).tokens
+
+
+def test_nothing_stays_of_a_step_that_turns_out_to_be_nobodys(engine: Engine) -> None:
+    end = alone(engine, 0, [2], max_tokens=4).tokens[3]
+    made = scheduler(engine)
+    made.submit(one := request(engine, 0, [2], max_tokens=20, stop_token_ids=[end]))
+    finish(made)
+    assert one.finish_reason == "stop"
+    assert not (made.flights or made.untold or made.jobs)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "mtp", "draft_model", "given"])
@@ -477,6 +500,48 @@ def test_an_exception_ends_those_it_hit_and_no_one_else(
     made.submit(again := request(engine, 9, [3] * 9, max_tokens=9))
     finish(made)
     assert again.tokens == alone(engine, 0, again.prompt, max_tokens=9).tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("plain", "launcher.decode"), ("ngram", "launcher.decode"), ("mtp", "drafter.observe")]
+)
+@pytest.mark.parametrize("how", ["token", "string"])
+def test_a_step_that_fails_takes_nothing_that_was_said_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, how: str
+) -> None:
+    """Whichever step fails: tokens before it reach the client, and a text that ended with them has ended well."""
+    free = alone(engine, 0, [4], max_tokens=8)
+    assert len(free.text) > 2
+    end: dict[str, Any] = {"stop_token_ids": free.tokens[-1:]} if how == "token" else {"stop": free.text[-2:]}
+    wanted = alone(engine, 0, [4], max_tokens=30, **end)
+    assert wanted.finish_reason == "stop"
+    whole = 0
+    for good in range(12):
+        made = scheduler(engine, kind)
+        asked = [request(engine, 0, [4], max_tokens=30, **end), request(engine, 1, [9], max_tokens=60)]
+        for one in asked:
+            made.submit(one)
+        owner, name = getattr(made, what.split(".")[0]), what.split(".")[1]
+        left = [getattr(owner, name)] * good
+
+        def failing(*given: Any, left: list[Any] = left) -> Any:
+            if not left:
+                raise torch.OutOfMemoryError("no memory")
+            return left.pop()(*given)
+
+        monkeypatch.setattr(owner, name, failing)
+        updates = finish(made)
+        errors = {u.request_id: u.error for u in updates if u.finished}
+        assert errors[1] is not None
+        said = [token for u in updates if u.request_id == 0 for token in u.token_ids]
+        if errors[0] is None:
+            whole += 1
+            assert (said, asked[0].text, asked[0].finish_reason) == (wanted.tokens, wanted.text, "stop")
+        else:
+            # One of the prompt, and one or more of each step that went well.
+            assert 1 + good <= len(said) < len(wanted.tokens)
+            assert said == wanted.tokens[: len(said)]
+    assert 0 < whole < 12
 
 
 def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

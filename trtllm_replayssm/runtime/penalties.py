@@ -41,8 +41,7 @@ class Penalties:
 
     def place(self, slot: int, request: Request) -> None:
         """The slot belongs to this request from now on, which may have said something already."""
-        if (row := self.rows.pop(slot, None)) is not None:
-            self.free.append(row)
+        self.release(slot)
         if not request.params.counts_tokens:
             return
         if not self.free:
@@ -52,6 +51,11 @@ class Penalties:
         self.read[row].index_fill_(0, to_device(request.prompt, torch.long, self.read.device), True)
         if request.tokens:
             self.count([slot] * len(request.tokens), to_device(request.tokens, torch.long, self.said.device))
+
+    def release(self, slot: int) -> None:
+        """The slot's tokens count no more, those of steps under way included."""
+        if (row := self.rows.pop(slot, None)) is not None:
+            self.free.append(row)
 
     def grow(self) -> None:
         """Twice as many rows."""

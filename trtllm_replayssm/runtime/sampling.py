@@ -20,15 +20,16 @@ ROWS_AT_ONCE = 64
 MOST_TOP_K = 1024
 #: Least values of the parameters that are integers.
 LEAST_INTEGERS = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "seed": 0, "end_id": -1, "logprobs": 0}
-#: A penalty beyond this would make logits that float32 does not hold.
-MOST_PENALTY = 1e6
+#: A penalty beyond this, about a million, would make logits that float32 does not hold. A power of two, so that the bounds
+#: stay the same where a server hands a penalty on as float32.
+MOST_PENALTY = 2.0**20
 #: Least and greatest values of the parameters that are numbers, and the words for them.
 NUMBERS = {
     "temperature": (0.0, sys.float_info.max, "0 or more"),
     "top_p": (0.0, 1.0, "0 to 1"),
-    "repetition_penalty": (1 / MOST_PENALTY, MOST_PENALTY, f"above 0: {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}"),
-    "presence_penalty": (-MOST_PENALTY, MOST_PENALTY, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
-    "frequency_penalty": (-MOST_PENALTY, MOST_PENALTY, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}"),
+    "repetition_penalty": (1 / MOST_PENALTY, MOST_PENALTY, "above 0: a millionth to a million"),
+    "presence_penalty": (-MOST_PENALTY, MOST_PENALTY, "minus a million to a million"),
+    "frequency_penalty": (-MOST_PENALTY, MOST_PENALTY, "minus a million to a million"),
 }
 
 

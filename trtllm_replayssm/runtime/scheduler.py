@@ -121,6 +121,7 @@ class Scheduler:
         """The request needs no slot, for now or for good."""
         if job.slot is not None:
             del self.running[job.slot]
+            self.launcher.sampler.penalties.release(job.slot)
             job.slot = None
 
     def abandon(self) -> None:
@@ -158,13 +159,14 @@ class Scheduler:
         """Launch the next decode step, deal with what was launched before, admit what fits, and launch the next prefill.
 
         Returns what became of the requests since. An exception ends the requests that took part in what failed, with
-        ``Update.error``; their slots are free again and the others go on. Where several ranks work together it is raised,
-        because the ranks would no longer agree.
+        ``Update.error``, unless they have ended before; their slots are free again and the others go on. Where several
+        ranks work together it is raised, because the ranks would no longer agree.
         """
         if any(job.decoding and job.request.next_drafts(1) for job in self.running.values()):
             self.settle_all()
-        before, self.flights = self.flights, []
+        count = len(self.flights)
         self.launch({slot: job for slot, job in self.running.items() if job.decoding}, self.decode)
+        before, self.flights = self.flights[:count], self.flights[count:]
         for flight in before:
             self.settle(flight)
         if before:
@@ -172,6 +174,8 @@ class Scheduler:
         self.admit()
         self.launch({slot: job for slot, job in self.running.items() if job.prefilling}, self.launcher.prefill)
         if not self.running:
+            # What is still under way is nobody's.
+            self.flights.clear()
             self.tell_all()
         updates, self.updates = self.updates, []
         return updates
@@ -190,13 +194,17 @@ class Scheduler:
                 kept = [slot for slot, job in jobs.items() if self.running.get(slot) is job]
                 keep_prefixes(self.prefix_cache, flight, kept, self.session.hidden)
         except Exception as error:
+            if self.session.engine.group is None:
+                # Who has said its last token before needs nothing of this step.
+                self.settle_all()
             self.end_all(jobs.values(), error)
 
     def end_all(self, jobs: Iterable[Job], error: Exception) -> None:
-        """End those of these requests that have not ended."""
+        """End those of these requests that have not ended with the tokens they have."""
         if self.session.engine.group is not None:
             raise error
         log.debug("a step failed", exc_info=error)
+        self.tell_all()
         for job in jobs:
             if self.lives(job):
                 self.forget(job)
@@ -256,16 +264,15 @@ class Scheduler:
 
     def take(self, flight: Flight, slot: int, tokens: Sequence[int]) -> None:
         """A request has these tokens, up to the one that ends it; then its slot is free."""
-        job, drafted = flight.jobs[slot], flight.drafted(slot)
-        if flight.decodes:
-            job.request.statistics.count(drafted, len(tokens))
-            self.statistics.count(drafted, len(tokens))
+        job, drafted, added = flight.jobs[slot], flight.drafted(slot), 0
         if job.draft_length is not None:
             job.draft_length.update(drafted, len(tokens) - 1)
-        added = 0
         while added < len(tokens) and not job.over:
             job.over = job.request.append(tokens[added])
             added += 1
+        if flight.decodes:
+            job.request.statistics.count(drafted, added)
+            self.statistics.count(drafted, added)
         if job.over:
             self.release(job)
         self.untold.append(News(job, slot, added, flight.kept))
