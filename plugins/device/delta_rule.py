@@ -134,24 +134,25 @@ def variant(
         ("DERIVED", int(shape.derived_fold)),
         ("READ_BITS", FORMATS[shape.read_dtype].bits if shape.read_dtype != "same" else 0),
         ("ALIGNED", int(aligned)),
-        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, read_tokens)),
+        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, state, read_tokens)),
         *shape.macros,
     )
     return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
 
 
-def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, read_tokens: int) -> int:
+def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers.
 
     A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
     registers it needs; a prefill fills no GPU with blocks and wants registers. A step of one token whose ring fits into a
-    chunk holds half of the state at a time. Keys that are floats take more registers.
+    chunk holds half of the state at a time. Keys that are floats take more registers, and so do 16-bit states with a copy.
     """
     if not read_tokens or shape.key_dim > 128:
         return 2
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
-    return 2 if activation == torch.float32 or shape.per_channel else 3
+    copied = shape.read_dtype != "same" and state.itemsize == 2
+    return 2 if activation == torch.float32 or shape.per_channel or copied else 3
 
 
 def pool_tensors(shape: DeltaShape, pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
