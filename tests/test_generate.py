@@ -422,6 +422,15 @@ def test_prompt_that_is_not_unicode_is_refused(engine_dir: Path, capsys: pytest.
     assert "the prompt is not Unicode text: character 2 is '\\udcff'" in capsys.readouterr().err
 
 
+def test_a_least_length_that_is_too_long_is_refused_by_its_option(
+    engine_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["generate", "--engine_dir", str(engine_dir), "--input_text", "a", "--max_output_len", "4"]
+    assert main([*base, "--min_tokens", "5"]) == 1
+    assert "error: --min_tokens 5 is more than --max_output_len 4\n" in capsys.readouterr().err
+    assert main([*base, "--min_tokens", "4"]) == 0
+
+
 def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["generate", "--engine_dir", str(engine_dir), "--input_text", "a", "--max_output_len", "2"]
     for option in ("--output_file", "--generation_logits_file"):

@@ -79,6 +79,8 @@ def generate(args: argparse.Namespace) -> int:
 
     if args.max_output_len < 1 or args.random_seed < 0:
         raise UserError("--max_output_len must be 1 or more, and --random_seed 0 or more")
+    if args.min_tokens > args.max_output_len:
+        raise UserError(f"--min_tokens {args.min_tokens} is more than --max_output_len {args.max_output_len}")
     cache_bytes = prefix_cache_bytes(args)
     params = SamplingParams(
         max_tokens=args.max_output_len,
