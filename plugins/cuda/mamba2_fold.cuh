@@ -41,20 +41,19 @@ struct BOperands {
 // B where the entries lie; behind the end, the last of them.
 struct BRows {
     const Sequence& seq;
-    int entries, lane, offsets[ENTRY_BLOCKS][2][2];
+    int entries, t, g, offsets[ENTRY_BLOCKS][2][2];
 
-    __device__ __forceinline__ BRows(const Sequence& sequence, int group, int count, int lane_)
-        : seq(sequence), entries(count), lane(lane_) {
+    __device__ __forceinline__ BRows(const Sequence& sequence, int group, int count, int lane)
+        : seq(sequence), entries(count), t(lane % 4), g(lane / 4) {
 #pragma unroll
         for (int i = 0; i < 4 * ENTRY_BLOCKS; ++i)
             offsets[i / 4][i / 2 % 2][i % 2] = seq.b_offset(existing(i / 4, i / 2 % 2, i % 2), group);
     }
     __device__ __forceinline__ int existing(int b, int s, int e) const {
-        return min(16 * b + 8 * s + 2 * (lane % 4) + e, entries - 1);
+        return min(16 * b + 8 * s + 2 * t + e, entries - 1);
     }
     __device__ __forceinline__ const ACT* row(int b, int s, int e) const { return seq.b_base(existing(b, s, e)) + offsets[b][s][e]; }
     __device__ __forceinline__ BOperands get(int b, int s, int block, int half) const {
-        const int g = lane / 4;
         const uint2 even = load_two_pairs<WIDE_STATE>(row(b, s, 0), block, half, g / 2);
         const uint2 odd = load_two_pairs<WIDE_STATE>(row(b, s, 1), block, half, g / 2);
         return {{half_to_float<ACT>(even.x, g & 1), half_to_float<ACT>(even.y, g & 1)},
@@ -114,7 +113,7 @@ __device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePair
 // first row, of which the block is number k, and whose first column is element `element` of the slot's state.
 template <bool UPDATE = false, typename Rows>
 __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2],
-                                           const Updates& updates, const Rows& b_rows, int entries, int block, int lane,
+                                           Updates& updates, const Rows& b_rows, int entries, int block, int lane,
                                            STATE* rows_out, int k, const RandomSource& random, int element) {
     const int t = lane % 4;
     PairBits bits[2];
@@ -123,6 +122,7 @@ __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         Accumulator sum[2] = {};
+        if constexpr (!UPDATE) updates.keep();
         sum_updates(sum, updates, entries, block, half, b_rows);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -141,7 +141,6 @@ __device__ __forceinline__ void fold(const Chunk& state, Updates& updates, const
 #pragma unroll
     for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
         StatePairs<STATE> folded[2];
-        updates.keep();
         fold_block(folded, state.v[k], updates, b_rows, entries, chunk * BLOCKS_A_CHUNK + k, lane, rows_out, k, random, element);
     }
 }

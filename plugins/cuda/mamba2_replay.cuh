@@ -79,10 +79,11 @@ __device__ __forceinline__ void tile_products(KeptProducts& out, int n, const Se
             mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
         }
     out.set(n, products, lane);
-    if (!append || !seq.is_token(j) || j >= seq.length) return;
-    ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
+    if (append && seq.is_token(j) && j < seq.length) {
+        ACT* to = ring_b_out + (group * RING_ROWS + seq.ring_row(j)) * STATE_SIZE;
 #pragma unroll
-    for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
+        for (int k = 0; k < BLOCKS; ++k) store_pairs<WIDE_STATE>(to, k, t, b[k]);
+    }
 }
 
 // The same of all entries.
@@ -90,10 +91,11 @@ __device__ __forceinline__ void group_products(KeptProducts& out, const Sequence
                                                bool append, ACT* ring_b_out) {
 #pragma unroll
     for (int n = 0; n < 2 * ENTRY_BLOCKS; ++n) {
-        if (8 * n < seq.length)
-            tile_products(out, n, seq, c, group, lane, append, ring_b_out);
-        else
+        if (8 * n >= seq.length) {
             out.set(n, Accumulator{}, lane);
+            continue;
+        }
+        tile_products(out, n, seq, c, group, lane, append, ring_b_out);
     }
 }
 

@@ -38,13 +38,6 @@ __device__ __forceinline__ void mma_tf32(Accumulator& d, const float (&a)[4], fl
 // holds exactly (any 16-bit float) is as good as float32's: 22 of 24 bits.
 __device__ __forceinline__ float tf32_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
-// x rounded to tf32, where 11 bits of significand are enough.
-__device__ __forceinline__ float round_tf32(float x) {
-    u32 bits;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-    return __uint_as_float(bits);
-}
-
 // d += a b for float32 a and b, b exact in tf32.
 __device__ __forceinline__ void mma_split_a(Accumulator& d, const float (&a)[4], float b0, float b1) {
     float high[4], low[4];

@@ -125,7 +125,7 @@ def step_warps(state_size: int, tokens: int, entries: int, stochastic: bool) -> 
     """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
     if state_size > 128 or tokens > 8 or entries > 32 or stochastic:
         return 8
-    return 16 if tokens == 1 and entries <= 16 else 12
+    return 16 if tokens == 1 and entries <= 16 and state_size > 64 else 12
 
 
 def head_counts(a: Mamba2Attributes, tokens: int) -> list[int]:
