@@ -408,6 +408,22 @@ def test_a_long_request_makes_room_when_its_time_is_up(engine: Engine) -> None:
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
+def test_nobody_makes_room_where_a_text_has_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of all four is up, and the device has chosen the token that ends one of them: its slot is room enough."""
+    made = scheduler(engine, time_slice=5)
+    free = alone(engine, 0, [5], max_tokens=5)
+    assert free.tokens.index(free.tokens[4]) == 4
+    for name in range(4):
+        ends = {"stop_token_ids": free.tokens[4:]} if name == 3 else {}
+        made.submit(request(engine, name, [2 + name], max_tokens=8, **ends))
+    made.submit(late := request(engine, 4, [9], max_tokens=8))
+    saved: list[int] = []
+    monkeypatch.setattr(made.session, "save", lambda slot, device: saved.append(slot))
+    finish(made)
+    assert not saved
+    assert late.tokens == alone(engine, 4, [9], max_tokens=8).tokens
+
+
 def test_cancelled_requests_free_their_slot_and_tell_what_they_have(engine: Engine) -> None:
     made = scheduler(engine)
     for name in range(6):

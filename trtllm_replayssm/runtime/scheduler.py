@@ -212,21 +212,23 @@ class Scheduler:
 
     def admit(self) -> None:
         """Fill free slots in the order of arrival; those whose time is up make room first."""
-        free = self.session.max_batch_size - len(self.running)
-        if self.time_slice is not None and len(self.waiting) > free:
-            expired = [
-                job
-                for job in sorted(self.running.values(), key=lambda job: job.admitted)
-                if job.said - job.since >= self.time_slice
-            ][: len(self.waiting) - free]
-            if expired:
-                self.settle_all()
-            for job in expired:
-                if job.slot is not None:
-                    self.take_out(job.slot)
+        if self.expired():
+            # Some of those that run may turn out to have ended.
+            self.settle_all()
+            self.tell_all()
+            for slot in self.expired():
+                self.take_out(slot)
         for slot in range(self.session.max_batch_size):
             if slot not in self.running and self.waiting:
                 self.place(slot, self.waiting.popleft())
+
+    def expired(self) -> list[int]:
+        """Slots of requests whose time is up, as many as are missing, the longest admitted first."""
+        missing = len(self.waiting) + len(self.running) - self.session.max_batch_size
+        if self.time_slice is None or missing <= 0:
+            return []
+        by_age = sorted(self.running.items(), key=lambda item: item[1].admitted)
+        return [slot for slot, job in by_age if job.said - job.since >= self.time_slice][:missing]
 
     def place(self, slot: int, job: Job) -> None:
         job.admitted, job.since = next(self.admissions), len(job.request.tokens)
