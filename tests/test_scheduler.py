@@ -32,6 +32,7 @@ from trtllm_replayssm.runtime.speculation.draft_model import DraftModelDrafter
 from trtllm_replayssm.runtime.speculation.drafter import Drafter
 from trtllm_replayssm.runtime.speculation.mtp import MtpDrafter
 from trtllm_replayssm.runtime.speculation.ngram import NgramDrafter
+from trtllm_replayssm.runtime.step_input import StepInput
 from trtllm_replayssm.runtime.tokenizer import TextStream, Tokenizer
 
 #: All three recurrences and attention, small enough for thousands of steps.
@@ -558,6 +559,27 @@ def test_a_step_that_fails_takes_nothing_that_was_said_before(
             assert 1 + good <= len(said) < len(wanted.tokens)
             assert said == wanted.tokens[: len(said)]
     assert 0 < whole < 12
+
+
+def test_a_prompt_that_fails_in_the_device_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot stays empty between two that go on, and what it left there keeps them from nothing."""
+    made = scheduler(engine)
+    asked = [request(engine, name, [2 + name] * (30 if name == 1 else 1), max_tokens=20) for name in range(3)]
+    for one in asked:
+        made.submit(one)
+    made.step()
+    run = made.session.steps.run
+
+    def failing(given: StepInput, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if int(given.modes[0]) == RowMode.ABSORB:
+            raise torch.OutOfMemoryError("no memory")
+        return run(given, *rest)
+
+    monkeypatch.setattr(made.session.steps, "run", failing)
+    errors = {u.request_id: u.error for u in finish(made) if u.finished}
+    assert {name for name, error in errors.items() if error is not None} == {1}
+    for one in (asked[0], asked[2]):
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=20).tokens
 
 
 def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,6 +313,23 @@ def test_commit_of_more_than_the_step_held_is_refused(engine: Engine) -> None:
     assert session.committed()[0] == 4
 
 
+def test_a_folded_step_waits_for_its_own_commit(engine: Engine) -> None:
+    """Slots around it step and are committed in the meantime."""
+    session, alone = (make(engine, window=4, max_draft_len=1) for _ in range(2))
+    prompt, ids = tokens(1, 9), tokens(3, 2)
+    session.step(prompt, 1, modes=[RowMode.ABSORB])
+    session.step(ids, active=[True, False, True])
+    with pytest.raises(UserError, match="slot 1 can commit exactly 9 tokens of its last step, not 3"):
+        session.commit(0, [2, 3, 2])
+    session.commit(0, [2, 0, 2])
+    assert session.committed()[:3] == [2, 0, 2]
+    with pytest.raises(UserError, match="must be committed first"):
+        session.step(ids)
+    session.commit(1, [9])
+    alone.prefill(1, prompt[0])
+    torch.testing.assert_close(session.step(ids)[1:2], alone.step(ids[1:2], 1), rtol=1e-5, atol=1e-5)
+
+
 def test_slots_that_do_not_exist_and_states_of_other_engines_are_refused(engine: Engine, tmp_path: Path) -> None:
     session = make(engine)
     with pytest.raises(UserError, match="slot 9 does not exist"):

@@ -59,6 +59,8 @@ class Session:
         self.pending = torch.zeros(self.slots, dtype=torch.int32)
         self.absorbed = torch.zeros(self.slots, dtype=torch.bool)
         self.written = torch.zeros(self.slots, dtype=torch.int32)
+        #: Slots that took part in the last step, as ``active`` rows from a slot on.
+        self.took_part = (0, torch.zeros(0, dtype=torch.bool))
         #: How often a slot's checkpoint was rewritten, prefill included.
         self.rewrites = 0
         #: What the head read in the last step, ``[rows, T, hidden_size]``; it feeds an MTP head.
@@ -123,6 +125,7 @@ class Session:
         attributes = AdvanceAttributes(self.replay.window)
         plan = advance(attributes, self.host[here], slot_ids, given.query_lens, given.modes, tokens)
         live, ends = given.active, plan[:, Step.COMMITTED] + plan[:, Step.QUERY_LEN]
+        self.took_part = (first_slot, live.clone())
         self.pending[here] = torch.where(live, given.query_lens, self.pending[here])
         self.absorbed[here] = torch.where(live, plan[:, Step.FOLD_TO] > plan[:, Step.COMMITTED], self.absorbed[here])
         self.written[here] = torch.maximum(self.written[here], ends)
@@ -201,8 +204,9 @@ class Session:
     def commit(self, first_slot: int, accepted: PerRow) -> None:
         """Keep the first ``accepted[r]`` tokens of each row of the last step, the sampled token included; drop the rest.
 
-        accepted: ``[rows]`` of 0..query_len; 0 in rows that were not active. Raises UserError, before anything is changed,
-        when a row was given fewer tokens, or folded them already and must keep them all.
+        accepted: ``[rows]`` of 0..query_len; 0 in rows that were not active, which leaves what they folded before, and did
+        not commit, as it is. Raises UserError, before anything is changed, when a row was given fewer tokens, or folded them
+        already and must keep them all.
         """
         self.check_slot(first_slot)
         counts = torch.as_tensor(accepted).cpu().int()
@@ -211,6 +215,10 @@ class Session:
         if counts.shape != pending.shape:
             raise UserError(f"accepted has shape {list(counts.shape)}; slots {first_slot} to {self.slots - 1} are left")
         wrong = (counts < 0) | (counts > pending) | (absorbed & (counts != pending))
+        held = absorbed & (counts == 0)
+        if bool(held.any()):
+            # A step that failed, or one of other slots in between, keeps nobody else from being committed.
+            wrong &= ~held | self.active(first_slot, len(counts))
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             only = "exactly" if absorbed[row] else "at most"
@@ -219,7 +227,13 @@ class Session:
             )
         self.host[here, Cursor.COMMITTED] += counts
         self.cursors[here, Cursor.COMMITTED] += self.staging.send(counts)[0]
-        self.settle(here)
+        self.pending[here], self.absorbed[here] = torch.where(held, pending, 0), held
+
+    def active(self, first_slot: int, count: int) -> Tensor:
+        """Which of these slots took part in the last step, bool ``[count]``."""
+        (first, rows), found = self.took_part, torch.zeros(self.slots, dtype=torch.bool)
+        found[first : first + len(rows)] = rows
+        return found[first_slot : first_slot + count]
 
     def prefill(self, slot: int, token_ids: Tensor | Sequence[int], chunk: int | None = None) -> Tensor:
         """Append tokens that are all known to be kept, and commit them; returns the last one's logits ``[vocab_size]``.
