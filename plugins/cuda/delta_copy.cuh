@@ -7,36 +7,15 @@ constexpr int PIECE = 8, PIECE_LANES = COPY_BLOCK / PIECE;
 
 // ---- the scale of a head ---------------------------------------------------------------------------------------------
 
-// All blocks of a cluster: those that share a head.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;\n" ::
-            : "memory");
-}
-__device__ __forceinline__ u32 of_block(const u32* shared, int rank) {
-    u32 address, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(u32(__cvta_generic_to_shared(shared))), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-// The largest magnitude of a head from those that threads have met; all blocks of the head come here together. Magnitudes
-// compare as their bits do, and what is not finite is above the rest.
+// The largest magnitude of a head from those that the block's threads have met. Magnitudes compare as their bits do, and what
+// is not finite is above the rest.
 __device__ __forceinline__ float head_magnitude(float mine, u32* shared) {
     if (threadIdx.x == 0) *shared = 0;
     __syncthreads();
     const u32 of_warp = __reduce_max_sync(~0u, __float_as_uint(mine));
     if (threadIdx.x % 32 == 0) atomicMax(shared, of_warp);
     __syncthreads();
-    u32 largest = *shared;
-    if constexpr (SPLIT > 1) {
-        cluster_barrier();
-#pragma unroll
-        for (int rank = 0; rank < SPLIT; ++rank) largest = max(largest, of_block(shared, rank));
-        cluster_barrier();
-    }
-    return __uint_as_float(largest);
+    return __uint_as_float(*shared);
 }
 
 // ---- codes -----------------------------------------------------------------------------------------------------------
@@ -83,6 +62,7 @@ __device__ __forceinline__ void renew_copy(const Work& w, float largest, u32* sh
     __syncthreads();
     const ReadCopy copy = w.copy();
     float head_scale = 0.0f;
+    static_assert(READ_BITS != 4 || SPLIT == 1, "a block needs all rows of a head for its scale");
     if constexpr (READ_BITS == 4) {
         head_scale = nvfp4_head_scale(head_magnitude(largest, shared));
         if (threadIdx.x == 0 && w.leads_head()) *copy.head_scale = head_scale;

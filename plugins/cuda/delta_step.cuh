@@ -14,13 +14,6 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = READS ? sizeof(ReadShared) : READS_COPY ? sizeof(CopyReadShared) : ANSWERS_FROM_COPY ? sizeof(RecurrentShared) : 0;
 constexpr int SHARED_BYTES = larger(READ_BYTES, RECURS ? sizeof(RecurrentShared) : sizeof(ChunkShared));
 
-// Blocks that share a head of which nvfp4 asks for the largest magnitude are a cluster.
-#if READ_BITS == 4 && SPLIT > 1
-#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
-#else
-#define CLUSTER
-#endif
-
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
 template <Pass PASS>
 __device__ __forceinline__ void replay(const Work& block, unsigned char* memory) {

@@ -3,7 +3,7 @@
 #define LOWER_BOUND 0.0f
 #include "delta_step.cuh"
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     gated_delta(const ACT* qkv, const ACT* a, const ACT* b, const float* A_log, const float* dt_bias, const int* step,
                 const STATE* state, const RING_K* ring_k, const RING* ring_v, const float* ring_g, const float* ring_beta,
                 COPY_INPUTS int tokens, int qkv_stride, int a_stride, int b_stride, int state_stride, int ring_k_stride,

@@ -2,7 +2,7 @@
 #define PER_CHANNEL 1
 #include "delta_step.cuh"
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,
         const STATE* state, const RING_K* ring_k, const RING* ring_v, const float* ring_g, const float* ring_beta, COPY_INPUTS int tokens,
         int qkv_stride, int f_stride, int b_stride, int state_stride, int ring_k_stride, int ring_v_stride, int ring_g_stride,

@@ -85,8 +85,10 @@ def slices(shape: DeltaShape, rows: int, tokens: int) -> int:
     """Slices of a head's value rows, so that even a small batch fills the GPU.
 
     A prefill's blocks are busy for long, one on each multiprocessor is enough, and its tile of the state should be all of
-    the slice.
+    the slice. An nvfp4 copy has a scale of the whole head, which its only block knows.
     """
+    if shape.read_dtype == "nvfp4":
+        return 1
     prefill = tokens > READ_TOKENS[-1]
     enough, split = PREFILL_GRID if prefill else FULL_GRID, 1
     while (

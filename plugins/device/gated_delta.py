@@ -85,8 +85,8 @@ def variants() -> list[Kernel]:
             for read_dtype in FORMATS
             for h, s, t, split, n in (
                 *((h, s, t, 1, 2) for h in (32, 64) for s in (fp32, bf16) for t in (1, 4)),
-                *((32, fp32, t, 1, 1) for t in (2, 8, 16, 64)),
-                *((32, fp32, t, 4, 1) for t in (1, 4, 64)),
+                *((32, fp32, t, 1, 1) for t in (1, 2, 8, 16, 64)),
+                *((32, fp32, t, 4, 1) for t in (1, 4, 64) if read_dtype == "fp8"),
             )
         ),
         *(compiled((16, 32), (k, 192), fp32, t, read_dtype="nvfp4") for k, t in ((96, 1), (192, 8), (256, 64))),

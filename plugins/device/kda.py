@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -67,8 +69,8 @@ def variants() -> list[Kernel]:
         *(compiled((k, v), fp32, t) for k, v in ((64, 64), (96, 192), (192, 96), (256, 256)) for t in (1, 8, 64)),
         *(compiled((128, 128), fp32, t, activation=fp32) for t in (1, 8, 64)),
         *(
-            compiled((128, 128), s, t, split, read_dtype=read_dtype)
-            for read_dtype in FORMATS
-            for s, t, split in (*((s, t, 1) for s in (fp32, bf16) for t in (1, 4, 16, 64)), (fp32, 1, 4), (fp32, 64, 4))
+            compiled((128, 128), s, t, read_dtype=read_dtype)
+            for read_dtype, s, t in product(FORMATS, (fp32, bf16), (1, 4, 16, 64))
         ),
+        *(compiled((128, 128), fp32, t, 4, read_dtype="fp8") for t in (1, 64)),
     ]
