@@ -19,6 +19,7 @@ from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.network.packed import PackedWeight, Packing
 from trtllm_replayssm.plugins.cursors import Cursor
+from trtllm_replayssm.plugins.report import released_kernels
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.session import Session
@@ -121,6 +122,15 @@ def test_kernels_belong_to_parts() -> None:
         "void at::native::elementwise_kernel": "other",
     }
     assert {name: part_of(name) for name in names} == names
+
+
+def test_every_kernel_of_a_recurrent_layer_counts_as_recurrence() -> None:
+    """Also those that a launch record alone names, as it does for windows of 1."""
+    symbols = {kernel.symbol for kernel in released_kernels()}
+    assert {"delta_standard", "mamba2_standard", "mamba2_copy_step"} < symbols
+    assert {part_of(symbol) for symbol in symbols if symbol.startswith(("mamba2", "delta", "gated", "kda"))} == {
+        "recurrence"
+    }
 
 
 def test_time_is_counted_once_and_gaps_are_what_is_left() -> None:

@@ -16,7 +16,7 @@ from trtllm_replayssm.runtime.session import Session
 
 #: Parts of a step, each with pieces of the names of its kernels; the first part that fits counts.
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("recurrence", ("mamba2", "gated_delta", "kda", "causal_conv", "advance", "materialise")),
+    ("recurrence", ("mamba2", "gated_delta", "delta_standard", "kda", "causal_conv", "advance", "materialise")),
     ("attention", ("attention", "cache_update", "rope", "flash", "fmha")),
     ("experts", ("grouped_linear", "expert", "route", "grouped_mm")),
     ("linear", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk")),
