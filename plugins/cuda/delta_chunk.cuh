@@ -261,15 +261,12 @@ struct ChunkTile {
     }
 };
 
-__device__ __forceinline__ void prefetch_state(const Work& w) {
-    prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
-}
-
 // Returns the largest magnitude that the thread has stored, where nvfp4 asks for it.
 template <bool ANSWERS>
 __device__ __forceinline__ float chunk_step(const Work& w, ChunkShared& shared) {
     // The state travels to the L2 cache while the first chunk is prepared.
-    if (threadIdx.x == 0 && w.row.folded > 0) prefetch_state(w);
+    if (threadIdx.x == 0 && w.row.folded > 0)
+        prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
     // A single chunk serves all tiles of the slice.
     const bool single = ONE_CHUNK || w.row.history() + w.row.tokens <= CHUNK;
     float largest = 0.0f;

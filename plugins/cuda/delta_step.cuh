@@ -34,7 +34,6 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
 template <typename T>
 __device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) {
     Row& row = block.row;
-    if (!RECURS && threadIdx.x == 0 && row.folds() && row.folded > 0) prefetch_state(block.of_head(0));
     if constexpr (READS_COPY && sizeof(T) == 2)
         copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory));
     else
