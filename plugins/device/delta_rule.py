@@ -147,13 +147,14 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
 
     A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
     registers it needs; a prefill fills no GPU with blocks and wants registers. A step of one token whose ring fits into a
-    chunk holds half of the state at a time. Keys that are floats take more registers, and so do 16-bit states with a copy.
+    chunk holds half of the state at a time. Keys that are floats take more registers, and so do 16-bit states with a copy
+    and the longest steps that read one.
     """
     if not read_tokens or shape.key_dim > 128:
         return 2
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
-    copied = shape.read_dtype != "same" and state.itemsize == 2
+    copied = shape.read_dtype != "same" and (state.itemsize == 2 or read_tokens == READ_TOKENS[-1])
     return 2 if activation == torch.float32 or shape.per_channel or copied else 3
 
 
