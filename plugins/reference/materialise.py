@@ -24,7 +24,7 @@ def materialise(
     state = pools["state"]
     slots, start, until = (torch.tensor([value], device=state.device) for value in (source, folded, prefix_len))
     written = torch.tensor([destination], device=state.device)
-    if prefix_len == folded:
+    if prefix_len == folded > 0:
         for name in {"state", SCALE} & pools.keys():
             pools[name][destination] = pools[name][source]
     else:

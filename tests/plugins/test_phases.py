@@ -205,6 +205,14 @@ def test_a_materialised_slot_continues_the_request(spec: Spec, history: int) -> 
     assert_close(torch.cat(theirs), spec.expected(sim.weights, branch)[0][done:], 1e-9)
 
 
+@all_kinds
+def test_materialise_does_not_read_a_checkpoint_that_holds_nothing(spec: Spec) -> None:
+    """An empty prefix of a slot without a checkpoint is the zero state, whatever the slot holds: NaN here."""
+    sim = Simulator(spec, REPLAY, slots=2)
+    sim.materialise(0, 1, 0)
+    assert (sim.pools["state"][1] == 0).all()
+
+
 def test_materialise_refuses_what_the_checkpoint_has_passed() -> None:
     sim, _ = at_phase(SPECS["mamba2"], 3, 5)
     with pytest.raises(ValueError, match="already holds 5 tokens, more than 4"):
