@@ -47,4 +47,6 @@ class Pool:
         """
         per_slot = self.slot_bytes // self.dtype.itemsize
         flat = torch.zeros(slots, per_slot, dtype=self.dtype, device=device)
-        return flat[:, : math.prod(self.shape)].unflatten(1, self.shape)
+        dense = flat[:, : math.prod(self.shape)].unflatten(1, self.shape)
+        # A view of a single slot may have any stride from it to the next; kernels look at it.
+        return dense.as_strided(dense.shape, (per_slot, *dense.stride()[1:]))

@@ -94,10 +94,11 @@ def test_a_negative_slot_is_padding_whatever_else_its_plan_says(spec: Spec) -> N
 
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 64), (4, 8, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_slots_are_padded_to_the_alignment(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_are_padded_to_the_alignment(shape: tuple[int, ...], dtype: torch.dtype, slots: int) -> None:
     pool = Pool(shape, dtype, "state")
-    tensor = pool.allocate(3)
-    assert tensor.shape == (3, *shape)
+    tensor = pool.allocate(slots)
+    assert tensor.shape == (slots, *shape)
     assert tensor.stride(0) * dtype.itemsize == pool.slot_bytes
     assert pool.slot_bytes % SLOT_ALIGNMENT == 0
     assert 0 <= pool.slot_bytes - tensor[0].nbytes < SLOT_ALIGNMENT
