@@ -51,8 +51,8 @@ def quantise_fp8(blocks: Tensor, amax: Tensor) -> dict[str, Tensor]:
 
 
 def quantise_nvfp4(blocks: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    head_scale = amax.amax((-3, -2, -1), keepdim=True) / (E2M1_MAX * E4M3_MAX)
-    wanted = torch.where(head_scale == 0, 0.0, (amax / E2M1_MAX) / head_scale)
+    head_scale = quotient(amax.amax((-3, -2, -1), keepdim=True), E2M1_MAX * E4M3_MAX)
+    wanted = torch.where(head_scale == 0, 0.0, quotient(amax, E2M1_MAX) / head_scale)
     block_scale = wanted.clamp(max=E4M3_MAX).to(E4M3)
     scale = block_scale.float() * head_scale
     codes = torch.where(scale == 0, 0, e2m1_codes(blocks * (1 / scale))).flatten(-2)
@@ -61,6 +61,11 @@ def quantise_nvfp4(blocks: Tensor, amax: Tensor) -> dict[str, Tensor]:
         "read_scales": block_scale.view(torch.int8).squeeze(-1),
         "read_head_scale": head_scale.flatten(-4),
     }
+
+
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded once: on a GPU torch multiplies by the inverse of a Python number."""
+    return x / torch.full_like(x, divisor)
 
 
 def power_of_two(biased: Tensor) -> Tensor:

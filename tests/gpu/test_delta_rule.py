@@ -240,8 +240,8 @@ def test_a_copy_leaves_the_checkpoint_alone(layer, read):
         if fold_to > folded:
             folds += 1
             assert torch.equal(pools[0]["state"], pools[1]["state"])
-            for n, want in quantise(pools[1]["state"], read).items():
-                assert torch.equal(pools[1][n].view(torch.uint8), want.view(torch.uint8))
+            for n, want in quantise(pools[1]["state"].cpu(), read).items():
+                assert torch.equal(pools[1][n].cpu().view(torch.uint8), want.view(torch.uint8))
         committed, folded = committed + rng.randint(1, 4), fold_to
     assert folds > length // 16
 
