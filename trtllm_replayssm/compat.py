@@ -8,9 +8,11 @@ guessed from version numbers.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -60,6 +62,21 @@ class Features:
     aliases: bool
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Around calls of TensorRT that may log: it reports under a lock that its objects need in order to go.
+
+    A cyclic collection inside the report that finds one of them would wait for this lock for ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class TensorRT:
     """An installed TensorRT. module: ``tensorrt`` or ``tensorrt_rtx``; layers and enumerations are taken from it."""
@@ -96,7 +113,8 @@ class TensorRT:
     def builder(self, log: Any) -> Any:
         """A builder that reports to ``log``. Raises EngineError where TensorRT cannot build, as without a GPU."""
         try:
-            return self.module.Builder(log)
+            with collector_paused():
+                return self.module.Builder(log)
         except TypeError:
             # What the bindings make of a null pointer.
             raise EngineError(

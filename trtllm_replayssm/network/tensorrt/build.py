@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trtllm_replayssm.compat import TensorRT
+from trtllm_replayssm.compat import TensorRT, collector_paused
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.base import DYNAMIC, Network
 from trtllm_replayssm.network.packed import StoredWeight
@@ -200,7 +200,8 @@ def build_plan(step: EmittedStep, builder: Any, sizes: StepSizes, options: PlanO
     options = options or PlanOptions()
     config = options.config(step.emitter.tensorrt, builder)
     add_profiles(step.emitter, builder, config, sizes)
-    plan = builder.build_serialized_network(step.network, config)
+    with collector_paused():
+        plan = builder.build_serialized_network(step.network, config)
     fault = getattr(config.progress_monitor, "fault", None)
     if fault is not None:
         raise fault

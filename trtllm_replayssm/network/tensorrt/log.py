@@ -7,6 +7,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from trtllm_replayssm.compat import collector_paused
+
 log = logging.getLogger("trtllm_replayssm.tensorrt")
 
 #: What TensorRT reports as information is of use to those who debug only.
@@ -35,7 +37,8 @@ def tensorrt_log(trt: ModuleType) -> Any:
             level = LEVELS.get(severity.name, logging.WARNING)
             if level == logging.ERROR:
                 self.errors.append(text)
-            log.log(level, "TensorRT: %s", text)
+            with collector_paused():
+                log.log(level, "TensorRT: %s", text)
 
         def forget(self) -> None:
             self.errors.clear()

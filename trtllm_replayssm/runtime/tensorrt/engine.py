@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trtllm_replayssm.compat import TensorRT, load_tensorrt
+from trtllm_replayssm.compat import TensorRT, collector_paused, load_tensorrt
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.plugins.implementation import Implementation
@@ -70,7 +70,7 @@ def load_plans(
     log = tensorrt_log(tensorrt.module)
     if record.just_in_time:
         register_plugins(tensorrt)
-    with made_current(device):
+    with made_current(device), collector_paused():
         runtime = tensorrt.module.Runtime(log)
         cuda_engines = {plan: deserialised(path, runtime, log) for plan, path in paths.items()}
         for plan, cuda_engine in cuda_engines.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from trtllm_replayssm.builders.checkpoint import TOKENIZER_FILES, CheckpointConfig
 from trtllm_replayssm.builders.staging import check_folders, staged_folder
-from trtllm_replayssm.compat import TensorRT, load_tensorrt
+from trtllm_replayssm.compat import TensorRT, collector_paused, load_tensorrt
 from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.tensorrt.build import EmittedStep
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
@@ -40,7 +40,8 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
     check_files(engine_dir, record)
     check_folders(engine_dir, output_dir, is_engine)
     log = tensorrt_log(tensorrt.module)
-    runtime = tensorrt.module.Runtime(log)
+    with collector_paused():
+        runtime = tensorrt.module.Runtime(log)
     # The same network once more, for the names of its weights; nothing is built.
     recording = recording_tensorrt(tensorrt.features)
     target = Target(recording, record.capability, RecordedPlugins, lambda: (recorded_network(recording), None))
@@ -62,7 +63,8 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
 def refit(tensorrt: TensorRT, cuda_engine: Any, step: EmittedStep, path: Path) -> None:
     """Give the plan its weights. Raises EngineError when its weights are not those of the network."""
     log, weights = tensorrt_log(tensorrt.module), step.emitter.named_weights
-    refitter = tensorrt.module.Refitter(cuda_engine, log)
+    with collector_paused():
+        refitter = tensorrt.module.Refitter(cuda_engine, log)
     for name in refitter.get_all_weights():
         if name not in weights:
             raise EngineError(f"{path} wants weights {name}, which this version does not know")
