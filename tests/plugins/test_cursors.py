@@ -124,7 +124,7 @@ def test_history_depends_on_the_window_alone(tokens: int) -> None:
         ({"max_draft_len": 16}, "must be 0 to 15"),
         ({"window": 7, "max_draft_len": 7}, "shorter than a verify step of 8 tokens"),
         ({"state_dtype": "float64"}, "state_dtype 'float64' is not known"),
-        ({"state_dtype": "int8"}, "state_dtype 'int8' is not known"),
+        ({"state_dtype": "int4"}, "state_dtype 'int4' is not known"),
         ({"ring_dtype": "fp16"}, "ring_dtype 'fp16' is not known"),
         ({"fold": "Exact"}, "replay_fold 'Exact' is not known"),
     ],
