@@ -86,7 +86,7 @@ def cuda() -> Implementation:
         "cuda",
         advance.advance,
         causal_conv.causal_conv,
-        by_state(mamba2.mamba2, quantised.mamba2),
+        mamba2.mamba2,
         by_state(gated_delta.gated_delta, without_quantised_state("gated_delta")),
         by_state(kda.kda, without_quantised_state("kda")),
         # Only Mamba-2 layers come as far as a snapshot with such a state.

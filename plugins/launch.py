@@ -8,6 +8,8 @@ import torch
 
 #: Names of the element types in the kernels' sources.
 CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Names and values that fix sizes, element types and token range of a variant.
+Macros = tuple[tuple[str, str | int | float], ...]
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Kernel:
     """One compile-time variant of a kernel.
 
     source: file under ``plugins/cuda``. symbol: its ``extern "C"`` entry point. block: threads of a block.
-    defines: macros that fix shapes, element types and token range.
+    defines: its macros.
     in_flight: bytes of state that a block keeps requested from memory; for reports.
     dynamic_shared: bytes of shared memory that the launch asks for besides the static ones. Plugin layers have none, because
         TensorRT's ahead-of-time plugins cannot ask.
@@ -24,7 +26,7 @@ class Kernel:
     source: str
     symbol: str
     block: int
-    defines: tuple[tuple[str, str | int | float], ...] = ()
+    defines: Macros = ()
     in_flight: int = 0
     dynamic_shared: int = 0
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.device.standard import delta_standard, is_standard, warp_rows
-from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
 from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
 from trtllm_replayssm.replay import ReadDtype
 
@@ -120,7 +120,7 @@ def variant(
     heads: int = 1,
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
-    defines: tuple[tuple[str, str | int | float], ...] = (
+    defines: Macros = (
         ("ACT", CUDA_TYPES[activation]),
         ("STATE", CUDA_TYPES[state]),
         ("RING", CUDA_TYPES[ring]),

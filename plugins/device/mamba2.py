@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,16 +10,16 @@ from torch import Tensor
 
 from trtllm_replayssm.plugins.device.mamba2_copy import copy_step_record, read_bits
 from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
+from trtllm_replayssm.plugins.device.mamba2_quantised import quantised_record
+from trtllm_replayssm.plugins.device.mamba2_shape import size_macros
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
-from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.plugins.quantised_state import LARGEST, SCALE
 from trtllm_replayssm.plugins.read_copy import copy_names
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 
-#: Largest finite float32: "no upper clamp" in the kernels.
-NO_CLAMP = "3.4028235e38f"
-Macros = tuple[tuple[str, str | int | float], ...]
 #: Longest sequence of a row that mamba2_step keeps in registers, by the largest state size.
 MOST_ENTRIES = {128: 64, 256: 48}
 #: Warps a device should be given before a block takes more than one head, for steps of one token and of several: the
@@ -37,18 +36,14 @@ def launch_record(
     tokens: int,
     strides: tuple[int, ...],
 ) -> Launch:
-    """strides: token strides of xbc and dt, then slot strides of state, ring_x, ring_b, ring_dt and the read copy's pools, in
-    elements."""
+    """strides: token strides of xbc and dt, then slot strides of state, ring_x, ring_b, ring_dt and of the read copy's pools or
+    the scale of a quantised state, in elements."""
+    if state in LARGEST:
+        return quantised_record(a, activation, state, ring, rows, tokens, strides)
     shape = (
         ("ACT", CUDA_TYPES[activation]),
         ("STATE", CUDA_TYPES[state]),
-        ("HEADS", a.num_heads),
-        ("HEAD_DIM", a.head_dim),
-        ("STATE_SIZE", a.state_size),
-        ("GROUPS", a.n_groups),
-        ("RING_ROWS", a.ring_rows),
-        ("DT_MIN", f"{float(a.dt_min)!r}f"),
-        ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
+        *size_macros(a),
         ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
         ("READ_BITS", read_bits(a)),
     )
@@ -158,7 +153,8 @@ def mamba2(
     a = attributes
     rows, tokens, _ = xbc.shape
     y = torch.empty(rows, tokens, a.num_heads * a.head_dim, dtype=xbc.dtype, device=xbc.device)
-    bound = tuple(pools[name] for name in ("state", "ring_x", "ring_b", "ring_dt", *copy_names(a.read_dtype)))
+    behind = [SCALE] if SCALE in pools else copy_names(a.read_dtype)
+    bound = tuple(pools[name] for name in ("state", "ring_x", "ring_b", "ring_dt", *behind))
     strides = (token_stride(xbc), token_stride(dt), *map(slot_stride, bound))
     record = launch_record(a, xbc.dtype, pools["state"].dtype, pools["ring_x"].dtype, rows, tokens, strides)
     launch(record, (xbc, dt, A_log, dt_bias, D, step, *bound), (y, *bound))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_replayssm.plugins.launch import Kernel, Launch
+from trtllm_replayssm.plugins.launch import Kernel, Launch, Macros
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.read_copy import FORMATS
 
-Macros = tuple[tuple[str, str | int | float], ...]
 #: Blocks that a device should be given before a block takes more heads: two for each of some 130 multiprocessors.
 BLOCKS_WANTED = 256
 

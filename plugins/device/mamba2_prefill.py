@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_replayssm.plugins.launch import Kernel, Launch
+from trtllm_replayssm.plugins.launch import Kernel, Launch, Macros
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 
 #: Of an H100 and an H200; of a B300, 160.
@@ -13,7 +13,7 @@ MULTIPROCESSORS = 132
 
 def prefill_record(
     a: Mamba2Attributes,
-    shape: tuple[tuple[str, str | int | float], ...],
+    shape: Macros,
     activation: torch.dtype,
     rows: int,
     tokens: int,

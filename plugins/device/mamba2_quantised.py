@@ -1,17 +1,16 @@
-"""CUDA implementation of ``replayssm::mamba2`` with a quantised state (plugins/quantised_state.py)."""
+"""Steps of ``replayssm::mamba2`` and ``replayssm::materialise`` with a quantised state (plugins/quantised_state.py)."""
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
-from trtllm_replayssm.plugins.device.mamba2 import NO_CLAMP
+from trtllm_replayssm.plugins.device.mamba2_shape import size_macros
 from trtllm_replayssm.plugins.driver import launch
-from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.materialise import check_prefix
 from trtllm_replayssm.plugins.quantised_state import SCALE
@@ -25,7 +24,7 @@ ROWS_A_WARP, PIECES = 8, (32, 16, 8)
 SHARED_BYTES = 47 << 10
 
 
-def launch_record(
+def quantised_record(
     a: Mamba2Attributes,
     activation: torch.dtype,
     state: torch.dtype,
@@ -35,17 +34,11 @@ def launch_record(
     strides: tuple[int, ...],
 ) -> Launch:
     """strides: token strides of xbc and dt, then slot strides of POOLS, in elements."""
-    defines = (
+    defines: Macros = (
         ("ACT", CUDA_TYPES[activation]),
         ("RING", CUDA_TYPES[ring]),
         ("FP8", int(state == torch.float8_e4m3fn)),
-        ("HEADS", a.num_heads),
-        ("HEAD_DIM", a.head_dim),
-        ("STATE_SIZE", a.state_size),
-        ("GROUPS", a.n_groups),
-        ("RING_ROWS", a.ring_rows),
-        ("DT_MIN", f"{float(a.dt_min)!r}f"),
-        ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
+        *size_macros(a),
         ("PIECE", piece(a, tokens)),
     )
     kernel = Kernel("mamba2_quantised.cu", "mamba2_quantised", 32 * -(-a.head_dim // ROWS_A_WARP), defines)
@@ -57,27 +50,6 @@ def piece(a: Mamba2Attributes, tokens: int) -> int:
     wanted = PIECES[1] if tokens > MAX_VERIFY_TOKENS else a.ring_rows
     fitting = [n for n in PIECES if 4 * n * (2 * a.state_size + a.head_dim + 2 + n) <= SHARED_BYTES]
     return min((n for n in fitting if n >= wanted), default=fitting[0])
-
-
-def mamba2(
-    attributes: Mamba2Attributes,
-    xbc: Tensor,
-    dt: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    D: Tensor,
-    step: Tensor,
-    pools: dict[str, Tensor],
-) -> Tensor:
-    """See plugins/reference/mamba2.py. ``xbc`` and ``dt`` may be slices of wider tokens."""
-    a = attributes
-    rows, tokens, _ = xbc.shape
-    y = torch.empty(rows, tokens, a.num_heads * a.head_dim, dtype=xbc.dtype, device=xbc.device)
-    bound = tuple(pools[name] for name in POOLS)
-    strides = (token_stride(xbc), token_stride(dt), *map(slot_stride, bound))
-    record = launch_record(a, xbc.dtype, pools["state"].dtype, pools["ring_x"].dtype, rows, tokens, strides)
-    launch(record, (xbc, dt, A_log, dt_bias, D, step, *bound), (y, *bound))
-    return y
 
 
 def materialise(
@@ -101,7 +73,7 @@ def materialise(
     step = torch.zeros(1, STEP_WORDS, dtype=torch.int32, device=state.device)
     step[:, Step.FOLDED], step[:, Step.COMMITTED : Step.FOLD_TO + 1 : 2] = folded, prefix_len
     strides = (0, 0, *(slot_stride(pools[name]) for name in POOLS))
-    record = launch_record(a, ring_x.dtype, state.dtype, ring_x.dtype, 1, 0, strides)
+    record = quantised_record(a, ring_x.dtype, state.dtype, ring_x.dtype, 1, 0, strides)
     # Activations, their weights and outputs are those of no token.
     A_log = (-recurrence.A).log()
     launch(record, (None, None, A_log, A_log, A_log, step, *from_slot.values()), (A_log, *to_slot.values()))
@@ -117,5 +89,5 @@ def variants() -> list[Kernel]:
     kernels = []
     for shape, activation, state, tokens in cases:
         a = Mamba2Attributes(*shape, 16, 16 + (tokens if tokens == 4 else 0))
-        kernels.append(launch_record(a, activation, state, activation, 1, tokens, (0,) * 7).kernel)
+        kernels.append(quantised_record(a, activation, state, activation, 1, tokens, (0,) * 7).kernel)
     return list(dict.fromkeys(kernels))

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros
 
 if TYPE_CHECKING:
     from trtllm_replayssm.plugins.device.delta_rule import DeltaShape
 
-Macros = tuple[tuple[str, str | int | float], ...]
 #: Threads of a block: four warps, each with some rows of the state.
 THREADS = 128
 #: Bytes that a lane moves with one access, and accesses that it has under way.

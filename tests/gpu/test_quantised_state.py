@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.plugins.device import mamba2_quantised as device
+from trtllm_replayssm.plugins.device import mamba2 as device
+from trtllm_replayssm.plugins.device.mamba2_quantised import materialise as materialise_on_device
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.quantised_state import LARGEST, SCALE
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence, mamba2
@@ -129,7 +130,7 @@ def test_a_prefix_in_another_slot(history: int, state: torch.dtype) -> None:
     materialise(Mamba2Recurrence(A_log.double(), A_log.double()), exact, 3, 1, 500, 500 + history)
     moved = harness.to_device(pools)
     recurrence = Mamba2Recurrence(A_log.to(DEVICE), A_log.to(DEVICE))
-    device.materialise(recurrence, moved, 3, 1, 500, 500 + history)
+    materialise_on_device(recurrence, moved, 3, 1, 500, 500 + history)
     after = {name: pool.cpu() for name, pool in moved.items()}
     for name in ("ring_x", "ring_b", "ring_dt"):
         assert torch.equal(bits(after[name]), bits(pools[name]))
