@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel, write_atomically
+from trtllm_replayssm.plugins.device import delta_rule, gated_delta, kda, mamba2
+from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
+from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
+from trtllm_replayssm.plugins.read_copy import copy_names
 from trtllm_replayssm.plugins.report import released_kernels, report
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -30,6 +37,31 @@ def test_compiles_without_spills(kernel, arch):
     assert f".target {arch}".encode() in compiled.binary.ptx
     assert f".entry {kernel.symbol}(".encode() in compiled.binary.ptx
     assert compiled.binary.cubin.startswith(b"\x7fELF")
+
+
+def small_kernel(layer: str, dims: tuple[int, int], tokens: int, read_dtype: ReadDtype) -> Kernel:
+    """What a layer of small heads launches, of a model made to try something, say."""
+    (key_dim, value_dim), rows = dims, 16 + (tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0)
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16
+    copies = len(copy_names(read_dtype))
+    if layer == "mamba2":
+        a = Mamba2Attributes(4, value_dim, key_dim, 1, 16, rows, read_dtype=read_dtype)
+        return mamba2.launch_record(a, *dtypes, 3, tokens, (8,) * (6 + copies)).kernel
+    shape = (
+        gated_delta.shape_of(GatedDeltaAttributes(2, 4, key_dim, value_dim, 16, rows, read_dtype=read_dtype))
+        if layer == "gated_delta"
+        else kda.shape_of(KdaAttributes(4, key_dim, value_dim, 16, rows, read_dtype=read_dtype))
+    )
+    return delta_rule.launch_record(shape, *dtypes, 3, tokens, (8,) * (8 + copies)).kernel
+
+
+@pytest.mark.parametrize(
+    ("dims", "read_dtype"), [((16, 16), "same"), ((24, 40), "same"), ((16, 24), "nvfp4"), ((32, 16), "fp8")], ids=str
+)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 40])
+@pytest.mark.parametrize("layer", ["mamba2", "gated_delta", "kda"])
+def test_small_heads_compile(layer, tokens, dims, read_dtype):
+    assert not report(small_kernel(layer, dims, tokens, read_dtype), "sm_90a").fault
 
 
 def test_a_cache_file_that_cannot_be_written_leaves_nothing(tmp_path):

@@ -139,7 +139,8 @@ struct CopyRead {
             x = *reinterpret_cast<const vec<u32, 4>*>(&in.results.x[n][token][lane / 4 % 2][LANE_COLUMNS * (lane % 4) + 8 * unit]);
         return x;
     }
-    static constexpr bool KEEPS_X = READ_TOKENS * UNITS_A_LANE <= 8;
+    // Small heads have no copy, and units of none.
+    static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && READ_TOKENS * UNITS_A_LANE <= 8;
     static constexpr int KEPT_X = KEEPS_X ? READ_TOKENS * UNITS_A_LANE : 1;
 
     __device__ static float scale_of(u8 code) {
