@@ -185,7 +185,7 @@ class Stream:
     def __init__(
         self, served: Served, values: dict[str, Any], model: str = "tensorrt_llm", request_id: str = ""
     ) -> None:
-        self.client = grpc.InferenceServerClient(served.grpc)
+        self.served, self.client = served, grpc.InferenceServerClient(served.grpc)
         self.results: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self.client.start_stream(callback=lambda result, error: self.results.put((result, error)))
         self.client.async_stream_infer(model, tensors(values), request_id=request_id, enable_empty_final_response=True)
@@ -193,7 +193,10 @@ class Stream:
 
     def take(self) -> bool:
         """Wait for one response; whether more follow."""
-        result, error = self.results.get(timeout=PATIENCE)
+        try:
+            result, error = self.results.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise AssertionError(f"no response in {PATIENCE} s; the server said:\n{self.served.said}") from None
         answer = self.answer
         if error is not None:
             answer.error = str(error)
