@@ -73,7 +73,7 @@ def check_interfaces(served: Served, model: str, expected: Sequence[Text]) -> No
 
 def check_lost_rank(served: Served, model: str, wanted: Text) -> None:
     """A rank is killed: clients are told, and the server starts again, with its front's connections."""
-    (rank,) = [process for process in served.family() if "spawn_main" in " ".join(process.cmdline())]
+    rank = other_rank(served)
     request = {"text_input": wanted.prompt, "request_output_len": 280, "streaming": True}
     running = Stream(served, request)
     assert running.take()
@@ -84,6 +84,21 @@ def check_lost_rank(served: Served, model: str, wanted: Text) -> None:
     served.wait_for("ready again")
     assert re.search(r"has ended .* and is started again", served.said)
     check_interfaces(served, model, [wanted])
+
+
+def check_lost_rank_of_a_stuck_model(served: Served, model: str, wanted: Text) -> None:
+    """A rank is killed, and rank 0 cannot tell: the server starts again all the same."""
+    rank, before = other_rank(served), served.said
+    rank.parent().suspend()
+    rank.kill()
+    served.wait_for(re.escape(before) + r"(?s:.*)a rank of its model has ended(?s:.*)ready again")
+    check_interfaces(served, model, [wanted])
+
+
+def other_rank(served: Served) -> psutil.Process:
+    """Rank 1; its parent is rank 0."""
+    (rank,) = [process for process in served.family() if "spawn_main" in " ".join(process.cmdline())]
+    return rank
 
 
 def check_end(served: Served) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from served_engine import write_engine
-from served_ranks import OUTPUT_TOKENS, PROMPTS, Text, check_end, check_interfaces, check_lost_rank, gone
+from served_ranks import (
+    OUTPUT_TOKENS,
+    PROMPTS,
+    Text,
+    check_end,
+    check_interfaces,
+    check_lost_rank,
+    check_lost_rank_of_a_stuck_model,
+    gone,
+)
 from serving import PATIENCE, Stream, ask, serving
 
 from trtllm_replayssm.cli.main import main
@@ -64,6 +73,7 @@ def test_two_ranks(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
         left.leave()
         check_interfaces(served, "two", expected)
         check_lost_rank(served, "two", expected[0])
+        check_lost_rank_of_a_stuck_model(served, "two", expected[0])
         check_end(served)
     assert not list(tmp_path.glob("trtllm-replayssm-*"))
 

@@ -84,7 +84,8 @@ class TritonPythonModel:
         self.serving = True
         if file := os.environ.get(MODEL_FILE_VARIABLE):
             with output_file(Path(file)) as opened:
-                opened.write(str(os.getpid()).encode())
+                ranks = () if self.ranks is None else self.ranks.processes
+                opened.write(" ".join(map(str, (os.getpid(), *(rank.pid for rank in ranks)))).encode())
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the server gets to end after those that running requests get.
 KILL_AFTER = 10.0
+#: Seconds in which a model that has lost a rank may tell its clients.
+LAST_WORDS = 5.0
 #: Lines of the server's log that are kept for an explanation.
 KEPT_LINES = 1000
 SHARED_MEMORY = Path("/dev/shm")
@@ -97,8 +99,10 @@ class TritonServer:
         self.ports, self.exit_timeout, self.verbose = ports, exit_timeout, verbose
         #: Two servers of one machine must not share memory.
         self.prefix = f"trtllm_replayssm_{os.getpid()}_{time.monotonic_ns()}_"
-        #: Where the model writes the id of its process.
+        #: Where the model writes the ids of its process and of its ranks'.
         self.model_file = repository.parent / "model.pid"
+        #: When a rank was first missed, in seconds of the monotonic clock.
+        self.missed: float | None = None
         self.environment = {**os.environ, **installation.environment, MODEL_FILE_VARIABLE: str(self.model_file)}
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.command = [
@@ -120,6 +124,7 @@ class TritonServer:
         """Raises UserError when the program cannot be run."""
         log.debug("%s", " ".join(self.command))
         self.model_file.unlink(missing_ok=True)
+        self.missed = None
         try:
             # In a session of its own: signals of the terminal come to us alone, and we end it in good order.
             self.process = subprocess.Popen(
@@ -180,20 +185,27 @@ class TritonServer:
             if found := re.findall(pattern, text, re.MULTILINE):
                 return str(found[-1]).strip()
         if self.process.poll() is None:
-            return "the process of its model has ended"
+            return f"{'the process' if self.missed is None else 'a rank'} of its model has ended"
         said = [line for line in self.lines if line.strip()]
         return said[-1] if said else f"it ended with status {self.process.returncode} without a word"
 
     def lives(self) -> bool:
-        """Whether the server runs, and the model in it: Triton does not start a model's process a second time."""
+        """Whether the server runs, and the model in it: Triton does not start a model's process a second time.
+
+        A model that loses a rank tells its clients and ends. One that is still there after ``LAST_WORDS`` seconds cannot,
+        and counts as ended.
+        """
         if self.process.poll() is not None:
             return False
         try:
-            # A process that has ended stays a zombie, because Triton never asks for it.
-            state = Path("/proc", self.model_file.read_text(), "stat").read_text().rpartition(")")[2].split()[0]
+            model, *ranks = self.model_file.read_text().split()
         except OSError:
             return False
-        return state not in ("Z", "X")
+        if has_ended(model):
+            return False
+        if self.missed is None and any(map(has_ended, ranks)):
+            self.missed = time.monotonic()
+        return self.missed is None or time.monotonic() < self.missed + LAST_WORDS
 
     def restart(self, seconds: float) -> None:
         """End what is left of it, and start it again with the same ports. Raises EngineError as wait_until_ready does."""
@@ -225,6 +237,14 @@ REASONS = (
     r"^E\d.*?\] \"?(.*?)\"?$",
 )
 LOG_HINT = "add --log_level debug to see the server's log"
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process is gone, or a zombie: Triton never asks for one that has ended."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
 
 
 def kill_group(leader: int) -> None:
