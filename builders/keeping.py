@@ -58,6 +58,8 @@ def kept_packings(
             packings[name] = found
         else:
             reasons[found] += 1
+    if not packings and not reasons:
+        warn("no weight is quantised, so that --quantization keep changes nothing")
     if packings:
         counts = Counter(described(packing) for packing in packings.values()).most_common()
         warn(f"kept quantised, fused weights counted once: {', '.join(f'{count} {what}' for what, count in counts)}")

@@ -11,7 +11,9 @@ has one of the dtypes below, and one pool stands behind the layer's others:
 x is the new checkpoint in float32, ``|.|`` the largest magnitude, rn rounds to the nearest, to the even code where two are as
 near; quotients and products are rounded to float32 by themselves:
 
-    s = |row| / 127 or / 448,  code = rn(x / s), 0 where s is 0,  value = code * s
+    s = |row| / 127 or / 448,  code = rn(x / s), at most the largest, 0 where s is 0,  value = code * s
+
+A scale that is no normal number is coarse, so that x / s may be larger than the largest code.
 
 A row that is not finite has a scale that is none, and no numbers as values.
 

@@ -244,8 +244,10 @@ def test_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["inspect", path, "--state_read_dtype", "nvfp4"]) == 0
     text = capsys.readouterr().out
     # 4.5 bits an element besides, and a scale a head.
-    assert "read as nvfp4" in text
+    assert "state float32, read as nvfp4" in text
     assert "6.47 MiB" in text
+    assert main(["inspect", path, "--state_dtype", "float16", "--state_rounding", "stochastic"]) == 0
+    assert "state float16 rounded stochastically, read as same" in capsys.readouterr().out
     assert main(["inspect", path, "--json", "--tp_size", "2", "--state_dtype", "bfloat16", "--replay_window", "8"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["request"]["state_bytes"] == 46 * MIB // 4

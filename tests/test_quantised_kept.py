@@ -264,6 +264,12 @@ def test_rows_of_several_tensors_are_counted_through() -> None:
     assert found.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_nothing_to_keep_is_said(tmp_path: Path) -> None:
+    _, plain = folders(KEPT["falcon nvfp4"], tmp_path)
+    config, warnings = kept(plain, tmp_path / "kept")
+    assert not config.packings and warnings[-1] == "no weight is quantised, so that --quantization keep changes nothing"
+
+
 def test_groups_that_ranks_would_tear_apart_are_dequantised(tmp_path: Path) -> None:
     """24 inputs for each of two ranks are one group of 16 and a half."""
     packed, _ = folders(KEPT["nemotron nano"], tmp_path)

@@ -32,7 +32,7 @@ from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine_config import EngineConfig
 from trtllm_replayssm.runtime.synthetic import synthetic_checkpoint
 from trtllm_replayssm.tuning.candidate import WINDOWS, Candidate, SlotBytes, candidates
-from trtllm_replayssm.tuning.choice import chosen, explained, limits, pareto
+from trtllm_replayssm.tuning.choice import chosen, explained, is_sound, limits, pareto
 from trtllm_replayssm.tuning.drift import WEAK_DECAY, Drift, Request, weak_weights
 from trtllm_replayssm.tuning.layer import Dtypes, cycle, log_decays, signature, step_info
 from trtllm_replayssm.tuning.measure import Row, Setting, Times, Tuner, rows, spread
@@ -230,6 +230,20 @@ def test_quantised_states_are_candidates_on_demand() -> None:
     assert "feeds its rounding back" in str(rows(subject(LAYERS[:3]), setting, iter([found[0].candidate]))[0].refused)
 
 
+def test_a_layer_without_numbers_is_not_hidden_by_the_others() -> None:
+    """The first of two kinds of layers answers NaN: the candidate cannot be chosen."""
+
+    def mamba2(*arguments: Any) -> torch.Tensor:
+        return reference().mamba2(*arguments) * float("nan")
+
+    setting, model = Setting(2, 0, 16), subject(LAYERS[:3])
+    for broken in ({"mamba2": mamba2}, {"gated_delta": lambda *a: reference().gated_delta(*a) * float("nan")}):
+        tuner = Tuner(model, setting, FakeTimer(), replace(reference(), **broken), CPU)
+        (found,) = rows(model, setting, candidates((8,), ("float32",), ("same",)))
+        measured = tuner.measured(found)
+        assert measured.drift is not None and not is_sound(measured), broken
+
+
 def test_long_cycles_are_timed_at_even_distances() -> None:
     assert spread([]) == [] and spread(range(15)) == range(15) and spread(range(16)) == range(16)
     assert spread(range(63)) == range(0, 63, 4)
@@ -370,6 +384,9 @@ def test_build_takes_what_tune_chose(tmp_path: Path, on_cpu: None, capsys: pytes
         (lambda data: data["choice"].update(replay_window=99), "replay_window is 99"),
         (lambda data: data["choice"].update(surplus=1), "was not written by tune"),
         (lambda data: data.update(format_version=99), "has format_version 99"),
+        (lambda data: data["setting"].update(batch="2"), "was not written by tune"),
+        (lambda data: data.pop("machine"), "was not written by tune"),
+        (lambda data: data.update(held=[]), "was not written by tune"),
         (lambda data: data.clear(), "was not written by tune"),
     ],
 )
@@ -388,6 +405,50 @@ def test_files_that_do_not_fit_are_refused(
     assert main([*build, "--tuned", str(tmp_path / "tuned.json"), "--engine_flavour", "embedded"]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 2 and not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", "\x00", "[" * 5000, '{"format_version": 2}'])
+def test_what_is_no_file_of_tune_is_said_in_words(
+    text: str, tmp_path: Path, written: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut off, another kind of file, or another's JSON: no exception of Python's in the sentence."""
+    (tmp_path / "tuned.json").write_bytes(text.encode("latin-1") + b"\xff" * (text == "{"))
+    build = ["build", "--checkpoint_dir", str(written[0]), "--output_dir", str(tmp_path / "engine")]
+    assert main([*build, "--tuned", str(tmp_path / "tuned.json"), "--engine_flavour", "embedded"]) == 1
+    error = capsys.readouterr().err
+    assert "was not written by tune" in error and "Error" not in error and error.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "said"),
+    [
+        ((), None, ["steps of 2 requests, and --max_batch_size is 1"]),
+        (("--max_batch_size", "2"), None, []),
+        (("--max_batch_size", "2"), "a CPU", []),
+        (("--max_batch_size", "3"), "NVIDIA B300", ["measured on a CPU, and this machine has NVIDIA B300"]),
+        (("--max_batch_size", "2", "--replay_fold", "derived"), None, ["--replay_fold is derived", "with exact"]),
+    ],
+    ids=["batch", "none", "the same GPU", "GPU", "fold"],
+)
+def test_an_engine_that_is_not_what_was_measured(
+    options: tuple[str, ...],
+    gpu: str | None,
+    said: list[str],
+    tmp_path: Path,
+    written: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Built all the same, with a warning for each difference."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    (tmp_path / "tuned.json").write_text(written[1])
+    build = ["build", "--checkpoint_dir", str(written[0]), "--output_dir", str(tmp_path / "engine")]
+    more = ["--tuned", str(tmp_path / "tuned.json"), "--engine_flavour", "embedded", "--max_batch_size", "1"]
+    assert main([*build, *more, *options]) == 0
+    error = capsys.readouterr().err
+    assert error.count("warning") == (1 if said else 0), error
+    assert all(part in error for part in said), error
 
 
 @pytest.mark.parametrize(

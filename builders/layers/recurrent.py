@@ -52,10 +52,13 @@ class Recurrent(Layer):
         if not self.feeds_back:
             return
         if replay.state_rounding == "stochastic":
-            raise UserError(f"state_rounding stochastic is for Mamba-2 layers; this model has {self.kind} layers")
+            raise UserError(
+                f"state_rounding stochastic is for Mamba-2 layers; this model has {self.kind} layers",
+                "leave out --state_rounding: a longer --replay_window rounds less often",
+            )
         if replay.quantised_state and not replay.force_quantised_state:
             raise UserError(
-                f"a {replay.state_dtype} state feeds its rounding back into the updates of {self.kind} layers",
+                f"state_dtype {replay.state_dtype} feeds its rounding back into the updates of {self.kind} layers",
                 "use --state_dtype float16 or a --state_read_dtype, or force it with --force_quantised_state",
             )
 

@@ -65,6 +65,16 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(dtype: torch.dtype) -> None:
     assert (values[0] == 0).all() and not values[1].isfinite().any() and not values[2].isfinite().any()
 
 
+@BOTH
+def test_rows_next_to_the_least_float32_keep_their_signs(dtype: torch.dtype) -> None:
+    """Their scales are subnormal, up to half again too small for the largest code."""
+    x = torch.arange(-1000.0, 1001)[:, None] * 2.0**-149 * torch.tensor([1.0, 0.5])
+    codes, scale = quantise(x[None, None], dtype)
+    values = dequantise(codes, scale)[0, 0]
+    assert (values * x.sign() >= 0).all() and (values.abs() <= 1.5 * x.abs()).all()
+    assert (codes.float().abs() <= LARGEST[dtype]).all()
+
+
 def run(pools: dict[str, torch.Tensor], folded: int, history: int, mode: RowMode) -> torch.Tensor:
     """One verify step of 4 tokens over what the pools hold."""
     generator = torch.Generator().manual_seed(folded + history)

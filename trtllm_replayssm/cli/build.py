@@ -182,10 +182,18 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
 
 def tuned(args: argparse.Namespace, options: BuildOptions) -> BuildOptions:
     """The options with what --tuned chose. Raises UserError or CheckpointError when it does not fit the checkpoint."""
-    from trtllm_replayssm.builders.checkpoint import CheckpointConfig
-    from trtllm_replayssm.tuning.tuned import read_choice, with_choice
+    import torch
 
-    return with_choice(options, read_choice(args.tuned, CheckpointConfig.read(args.checkpoint_dir)))
+    from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+    from trtllm_replayssm.tuning.tuned import differences, read_tuned, with_choice
+
+    checkpoint = CheckpointConfig.read(args.checkpoint_dir)
+    found = read_tuned(args.tuned, checkpoint)
+    options = with_choice(options, found.choice)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    for sentence in differences(found, options, options.replay(checkpoint.replay), gpu):
+        log.warning("%s: %s", args.tuned, sentence)
+    return options
 
 
 def print_dry_run(found: DryRun) -> None:

@@ -70,8 +70,9 @@ def print_report(report: Report) -> None:
     print_line(f"parameters: {count_text(report.parameters)}, {', '.join(notes)}")
     kept = "".join(f", {algorithm} with {bits:.2f} bits a weight" for algorithm, bits in report.bits_per_weight.items())
     print_line(f"weights{rank}: {bytes_text(report.weight_bytes)}{kept}")
+    rounded = "" if replay.state_rounding == "nearest" else f" rounded {replay.state_rounding}ally"
     print_line(
-        f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype},"
+        f"ReplaySSM: window {replay.window}, drafts {replay.max_draft_len}, state {replay.state_dtype}{rounded},"
         f" read as {replay.state_read_dtype}, ring {replay.ring_dtype}, fold {replay.fold}"
     )
     sizes = {name: field for name, field in SIZES.items() if name != "read copy" or report.total(field)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -145,8 +146,7 @@ class Tuner:
             attributes, dtypes = self.settled(row.candidate, group)
             drifts.append(request.drift(attributes, dtypes, self.plugins))
             times = times.added(self.times(attributes, dtypes, request), group.count)
-        worst = Drift(*(max(values) for values in zip(*(vars(drift).values() for drift in drifts))))
-        return Row(row.candidate, row.bytes, times, worst)
+        return Row(row.candidate, row.bytes, times, worst(drifts))
 
     def times(self, attributes: Attributes, dtypes: Dtypes, request: Request) -> Times:
         """Of one layer."""
@@ -169,6 +169,11 @@ class Tuner:
         fold, plain = timed([last]), [timed([history]) for history in spread(between)]
         mean = (statistics.mean(plain) * len(between) + fold) / len(histories) if plain else fold
         return Times(mean, fold, timed(histories))
+
+
+def worst(drifts: Sequence[Drift]) -> Drift:
+    """The largest of each error; NaN is larger than all numbers, whatever stands before or behind it."""
+    return Drift(*(max(errors, key=lambda error: (math.isnan(error), error)) for errors in zip(*map(astuple, drifts))))
 
 
 def spread(histories: Sequence[int]) -> Sequence[int]:
