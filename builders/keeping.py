@@ -5,8 +5,10 @@ Decided from headers, weight by weight: whatever cannot be kept is dequantised, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,6 +20,7 @@ from trtllm_replayssm.builders.hf.formats.base import Format, Shape, pick
 from trtllm_replayssm.builders.hf.formats.fp8 import BlockFp8, Fp8
 from trtllm_replayssm.builders.hf.formats.nvfp4 import ModelOptNvfp4
 from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.network.packed import NVFP4_GROUP, Packing
 
 #: What ``convert`` does with quantised weights.
@@ -55,7 +58,7 @@ def kept_packings(
             continue
         found = kept_packing(folder, name, source, parameter, tp_size)
         if isinstance(found, Packing):
-            packings[name] = found
+            packings[name] = replace(found, input_scale=input_scale(folder, source, found, parameter))
         else:
             reasons[found] += 1
     if not packings and not reasons:
@@ -98,6 +101,27 @@ def kept_packing(folder: HfFolder, name: str, source: Source, parameter: Paramet
     if any(stored_columns(parameter, rank, tp_size, step) is None for rank in range(tp_size) for step in steps):
         return f"whose groups of columns do not fit tp_size {tp_size}"
     return packing
+
+
+def input_scale(folder: HfFolder, source: Source, packing: Packing, parameter: Parameter) -> float | None:
+    """The scale of a linear layer's inputs: the largest of those that were stored with its parts, which have the same inputs.
+
+    None for experts and groups of FP8, whose products are not computed from rounded inputs, and where a part has none.
+    Raises CheckpointError for a scale that is no positive number.
+    """
+    if len(parameter.shape) > 2 or (packing.quant_algo == "FP8" and packing.group_size is not None):
+        return None
+    scales: list[float] = []
+    for tensor in source.names:
+        stored = folder.quantised[tensor].parts.get("input_scale")
+        if stored is None:
+            return None
+        scales.append(float(folder.stored(stored)))
+        if not 0 < scales[-1] < math.inf:
+            raise CheckpointError(
+                f"{stored} is {scales[-1]}, which is no scale", "the file is damaged; download it again"
+            )
+    return max(scales)
 
 
 def row_order(source: Source, shapes: tuple[Shape, ...]) -> Tensor | None:

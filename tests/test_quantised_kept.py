@@ -270,6 +270,36 @@ def test_nothing_to_keep_is_said(tmp_path: Path) -> None:
     assert not config.packings and warnings[-1] == "no weight is quantised, so that --quantization keep changes nothing"
 
 
+def test_scales_of_inputs_are_those_of_all_parts(tmp_path: Path) -> None:
+    """The largest, where projections with the same inputs are fused; none where a part has none, and for experts."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for projection, scale in zip("qkv", (0.25, 3.25, 0.5)):
+            tensors[f"model.layers.1.self_attn.{projection}_proj.input_scale"] = torch.tensor(scale)
+        tensors["model.layers.1.self_attn.o_proj.input_scale"] = torch.tensor([0.125])
+        del tensors["model.layers.0.mlp.up_proj.input_scale"]
+
+    packed, _ = folders(KEPT["kimi fp8"], tmp_path, edit)
+    config, _ = kept(packed, tmp_path / "kept")
+    scales = {name.removeprefix("transformer.layers."): p.input_scale for name, p in config.packings.items()}
+    assert scales["2.kda.qkv.weight"] == 3.25 and scales["2.kda.out_proj.weight"] == 0.125
+    without = {name for name, scale in scales.items() if scale is None}
+    assert without == {name for name in scales if ".experts." in name or name == "1.mlp.up.weight"}
+    assert CheckpointConfig.read(tmp_path / "kept").packings == config.packings
+    blocks, _ = folders(KEPT["qwen3.5 moe fp8 in small blocks"], tmp_path / "blocks")
+    config, _ = kept(blocks, tmp_path / "kept")
+    assert {packing.input_scale for packing in config.packings.values()} == {None}
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_of_inputs_that_is_none(scale: float, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.input_scale"
+    packed, _ = folders(KEPT["kimi fp8"], tmp_path, lambda tensors: tensors.update({name: torch.tensor(scale)}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is {scale}, which is no scale"):
+        kept(packed, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
 def test_groups_that_ranks_would_tear_apart_are_dequantised(tmp_path: Path) -> None:
     """24 inputs for each of two ranks are one group of 16 and a half."""
     packed, _ = folders(KEPT["nemotron nano"], tmp_path)
@@ -353,6 +383,7 @@ EDITS: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "group of no columns": lambda packings, name: packings[name].update(quant_algo="FP8", group_size=0),
     "text for a number": lambda packings, name: packings[name].update(group_size="16"),
     "unknown key": lambda packings, name: packings[name].update(zero_point=1),
+    "no scale": lambda packings, name: packings[name].update(input_scale=-1.0),
 }
 
 

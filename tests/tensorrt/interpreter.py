@@ -21,6 +21,8 @@ from trtllm_replayssm.compat import TensorRT
 INTERFACES = {
     "SHUFFLE": "IShuffleLayer",
     "CONSTANT": "IConstantLayer",
+    "QUANTIZE": "IQuantizeLayer",
+    "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer",
     "DEQUANTIZE": "IDequantizeLayer",
     "ELEMENTWISE": "IElementWiseLayer",
     "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
@@ -65,6 +67,15 @@ def e2m1_values(packed: Tensor) -> Tensor:
     """float32 of E2M1 numbers, two a byte, the first in the low nibble."""
     codes = packed.view(torch.uint8).flatten().tolist()
     return torch.tensor([E2M1[code] for byte in codes for code in (byte & 15, byte >> 4)])
+
+
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """The nearest E2M1 number of each element, the one with the even code of two as near; 6 at most."""
+    sizes = torch.tensor(E2M1[:8])
+    distance = (x.abs().clamp(max=6)[..., None] - sizes).abs()
+    # Even codes first: argmin takes the first of equals.
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    return sizes[order[distance[..., order].argmin(-1)]].copysign(x)
 
 
 def axis_of(mask: int) -> int:
@@ -161,6 +172,21 @@ class Interpreter:
 
     def identity(self, layer: Any) -> Tensor:
         return self.inputs(layer)[0]
+
+    def quantize(self, layer: Any) -> Tensor:
+        """One scale; E4M3 saturates."""
+        x, scale = self.inputs(layer)
+        assert scale.ndim == 0, layer.name
+        return (x.float() / scale.float()).clamp(-448, 448).to(self.tensorrt.torch_dtype(layer.get_output(0).dtype))
+
+    def dynamic_quantize(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Blocks of the last axis: each one's scale is E4M3, in units of the given one."""
+        x, unit = self.inputs(layer)
+        assert layer.axis == x.ndim - 1 and unit.ndim == 0, layer.name
+        blocks = x.float().unflatten(-1, (-1, layer.block_size))
+        scales = (blocks.abs().amax(-1) / 6 / unit).clamp(max=448).to(torch.float8_e4m3fn)
+        whole = (scales.float() * unit)[..., None]
+        return nearest_e2m1(torch.where(whole == 0, 0.0, blocks / whole)).flatten(-2), scales
 
     def dequantize(self, layer: Any) -> Tensor:
         """One scale, a vector of them along an axis, or groups along one axis; products in float32, rounded once."""

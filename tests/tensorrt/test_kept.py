@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quantisers as q
 import torch
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
 
+import emission as emission_module
 from emission import REPLAY, Emission, Run, make_weights
 from hf_models import random_ids
 from test_quantised_families import folders
@@ -21,11 +24,17 @@ from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.network.packed import PackedWeight, Packing, dense
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.network.packed import PackedWeight, Packing, dense, without_input_scales
 from trtllm_replayssm.network.tensorrt.build import StepSizes
 from trtllm_replayssm.network.tensorrt.describe import describe_network, layer_kind
 from trtllm_replayssm.network.tensorrt.plugin_layer import CutPlugins
+from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.cursors import RowMode
+from trtllm_replayssm.runtime.engine_config import BuildOptions
+from trtllm_replayssm.runtime.tensorrt.dry_run import dry_run
+from trtllm_replayssm.runtime.tensorrt.refit import fits
 
 SIZES = StepSizes(max_batch_size=4, verify_tokens=REPLAY.verify_tokens, prefill_tokens=64)
 #: A GPU that TensorRT-RTX builds for and that has numbers of 4 bits, one with 8 bits only, and one with neither.
@@ -38,7 +47,7 @@ sample = pytest.mark.parametrize("name", SAMPLES)
 def checkpoint(name: str, tmp_path: Path, dtype: str) -> tuple[CheckpointConfig, dict[str, Any]]:
     packed, _ = folders(KEPT[name], tmp_path)
     config = convert(packed, tmp_path / "kept", dtype=dtype, warn=lambda message: None, quantization="keep")
-    return config, load_rank(tmp_path / "kept", 0)
+    return config, without_input_scales(load_rank(tmp_path / "kept", 0))
 
 
 def emission(config: CheckpointConfig, weights: dict[str, Any], capability: tuple[int, int]) -> Emission:
@@ -120,3 +129,89 @@ def test_network_is_the_same_without_tensorrt(name: str, tmp_path: Path) -> None
     decoder = config.rank_decoder()
     genuine, recorded = Emission.of(decoder, weights=weights).step, record(decoder, weights, CutPlugins())
     assert describe_network(recorded) == describe_network(genuine)
+
+
+# ---- products of quantised numbers -----------------------------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """By the formats' definitions: E4M3 numbers times the scale, or E2M1 numbers times E4M3 numbers times the scale."""
+    scale = packing.input_scale
+    if scale is None:
+        return x
+    if packing.quant_algo == "FP8":
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    rows = x.reshape(-1, x.shape[-1])
+    codes = q.e4m3_codes(rows.unflatten(1, (-1, 16)).abs().amax(2) / 6 / scale)
+    scales = [[q.f32(q.E4M3[code] * q.f32(scale)) for code in row] for row in codes]
+    return torch.tensor(q.e2m1_blocks(rows, scales, 16)[1]).view(x.shape)
+
+
+class RoundedInputs(TorchNetwork):
+    def _linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        return super()._linear(
+            rounded(x, weight.packing) if isinstance(weight, PackedWeight) else x, dense(weight), bias
+        )
+
+
+@pytest.mark.parametrize("name", ["nemotron super", "falcon nvfp4", "kimi fp8", "qwen3.5 moe fp8 in small blocks"])
+def test_inputs_are_rounded_by_the_checkpoints_scales(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 by FP8 and NVFP4 by NVFP4, in every linear layer whose inputs have a scale, and nowhere else."""
+    config, _ = checkpoint(name, tmp_path, "float32")
+    weights = load_rank(tmp_path / "kept", 0)
+    monkeypatch.setattr(emission_module, "TorchNetwork", RoundedInputs)
+    ids, made = random_ids(1, 9, seed=2), emission(config, weights, FP4)
+    expected, got = Run(made, 1).compare(ids, RowMode.ABSORB, 9)
+    used = {n: p for n, p in config.packings.items() if not n.startswith("mtp.")}
+    scaled = Counter(p.quant_algo for p in used.values() if p.input_scale is not None)
+    assert kinds(made)["QUANTIZE"] == scaled["FP8"] and kinds(made)["DYNAMIC_QUANTIZE"] == scaled["NVFP4"]
+    assert bool(scaled) == (name != "qwen3.5 moe fp8 in small blocks")
+    assert all(p.input_scale is None for n, p in used.items() if ".experts." in n)
+    # A last bit before a rounding is a step behind it, now and then.
+    assert (got - expected).norm() < 2e-2 * expected.norm()
+    if scaled:
+        plain = Run(emission(config, without_input_scales(weights), FP4), 1)
+        exact = plain.compare(ids, RowMode.ABSORB, 9)[1]
+        assert 5 * (got - expected).norm() < (got - exact).norm()
+
+
+@pytest.mark.parametrize(("capability", "kind"), [(FP4, "DYNAMIC_QUANTIZE"), (FP8, "QUANTIZE"), (NEITHER, "")])
+def test_tensorrt_builds_products_that_the_gpu_has(capability: tuple[int, int], kind: str, tmp_path: Path) -> None:
+    config, _ = checkpoint("nemotron nano 4b", tmp_path, "bfloat16")
+    made = emission(config, load_rank(tmp_path / "kept", 0), capability)
+    found = kinds(made)
+    assert bool(kind) == bool(found["QUANTIZE"] + found["DYNAMIC_QUANTIZE"])
+    if kind:
+        assert found[kind] > 0 and (kind == "QUANTIZE") != bool(found["DYNAMIC_QUANTIZE"])
+        assert len(made.plan(SIZES, capability)) > 0
+    recorded = record(config.rank_decoder(), load_rank(tmp_path / "kept", 0), CutPlugins(), torch.bfloat16, capability)
+    assert describe_network(recorded) == describe_network(made.step)
+
+
+def test_build_rounds_inputs_when_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint("nemotron nano 4b", tmp_path, "bfloat16")
+    build = ["build", "--checkpoint_dir", str(tmp_path / "kept"), "--output_dir", str(tmp_path / "engine"), "--dry_run"]
+    assert main([*build, "--max_seq_len", "128"]) == 0
+    assert "dynamic_quantize" not in capsys.readouterr().out
+    assert main([*build, "--max_seq_len", "128", "--scaled_matmul"]) == 0
+    assert "dynamic_quantize" in capsys.readouterr().out
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_checkpoint_without_scales_of_inputs_is_refused(tmp_path: Path) -> None:
+    checkpoint("qwen3.5 moe fp8 in small blocks", tmp_path, "bfloat16")
+    options = BuildOptions(max_seq_len=128, engine_flavour="tensorrt", scaled_matmul=True)
+    with pytest.raises(EngineError, match="no linear weights with a scale of their inputs"):
+        dry_run(tmp_path / "kept", options)
+
+
+def test_other_scales_of_inputs_fit_plans_that_do_not_have_them(tmp_path: Path) -> None:
+    """A refit takes the weights of a model that was calibrated anew, unless its plans hold the old scales."""
+    config, _ = checkpoint("kimi fp8", tmp_path, "bfloat16")
+    anew = {n: replace(p, input_scale=p.input_scale and 2 * p.input_scale) for n, p in config.packings.items()}
+    other = replace(config, packings=anew)
+    assert fits(other, config, scaled_matmul=False) and not fits(other, config, scaled_matmul=True)
+    assert fits(config, config, scaled_matmul=True)
+    assert not fits(replace(other, dtype="float16"), config, scaled_matmul=False)

@@ -92,6 +92,12 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
         help="run plugin layers through Python, which --log_level debug shows at work, instead of storing them in the plan",
     )
     group.add_argument(
+        "--scaled_matmul",
+        action="store_true",
+        help="round inputs of FP8 and NVFP4 weights that were kept, by the checkpoint's own scales, so that such numbers are "
+        "multiplied; less exact",
+    )
+    group.add_argument(
         "--input_timing_cache", type=path_argument, help="measurements of an earlier build, to be quicker"
     )
     group.add_argument("--output_timing_cache", type=path_argument, help="file for this build's measurements")
@@ -168,6 +174,7 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
         gather_context_logits=args.gather_context_logits,
         aliased_state=args.aliased_state,
         debug_plugins=args.debug_plugins,
+        scaled_matmul=args.scaled_matmul,
         plan=PlanOptions(
             strip_plan=args.strip_plan,
             weight_streaming=args.weight_streaming,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,13 +28,17 @@ class Packing:
 
     quant_algo: FP8, E4M3 values and float32 scales; or NVFP4, two E2M1 values a byte (the even column in the low nibble),
     E4M3 scales, and one float32 scale a row. group_size: columns that share a scale, the last group may have fewer; None for
-    one scale a row.
+    one scale a row. input_scale: float32, what the layer's inputs are divided by before they are rounded to E4M3, too, or to
+    NVFP4 with block scales; None where the checkpoint has none.
     """
 
     quant_algo: Literal["FP8", "NVFP4"]
     group_size: int | None = None
+    input_scale: float | None = None
 
     def __post_init__(self) -> None:
+        if self.input_scale is not None and not 0 < self.input_scale < math.inf:
+            raise ValueError(f"an input_scale of {self.input_scale}")
         right = {"FP8": self.group_size is None or self.group_size > 0, "NVFP4": self.group_size == NVFP4_GROUP}
         if not right[self.quant_algo]:
             raise ValueError(f"{self.quant_algo} in groups of {self.group_size}")
@@ -90,6 +94,16 @@ class PackedWeight:
 
 #: A weight in either form.
 StoredWeight = Tensor | PackedWeight
+
+
+def without_input_scales(weights: Mapping[str, StoredWeight]) -> dict[str, StoredWeight]:
+    """The weights for products whose inputs are not rounded."""
+    return {
+        name: replace(weight, packing=replace(weight.packing, input_scale=None))
+        if isinstance(weight, PackedWeight)
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 def scaled(values: Tensor, scales: Tensor, group: int | None) -> Tensor:

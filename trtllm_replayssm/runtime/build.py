@@ -103,6 +103,12 @@ def engine_config(checkpoint: CheckpointConfig, options: BuildOptions) -> Engine
         raise EngineError(
             f"TensorRT engines have no {checkpoint.replay.state_dtype} states", "build with --engine_flavour embedded"
         )
+    scaled = any(packing.input_scale is not None for packing in checkpoint.packings.values())
+    if options.scaled_matmul and flavour == "tensorrt" and not scaled:
+        raise EngineError(
+            "the checkpoint has no linear weights with a scale of their inputs, which --scaled_matmul needs",
+            "convert a checkpoint that was calibrated for FP8 or NVFP4 inputs with --quantization keep",
+        )
     return EngineConfig(
         checkpoint=checkpoint,
         max_batch_size=options.max_batch_size,

@@ -44,8 +44,9 @@ class BuildOptions:
         force_quantised_state: instead of the checkpoint's (replay.ReplayConfig).
     Of the flavour tensorrt only: opt_num_tokens, the tokens of a prefill step that its kernels are chosen for; None for
         EngineConfig.prefill_chunk. gather_context_logits: a prefill can give every token's logits. aliased_state: tell
-        TensorRT which pools are one memory, in and out. debug_plugins: have it call Python for every plugin layer. plan: what
-        is asked of its builder.
+        TensorRT which pools are one memory, in and out. debug_plugins: have it call Python for every plugin layer.
+        scaled_matmul: round the inputs of weights that stayed quantised, where the checkpoint has their scales, so that FP8
+        and FP4 numbers are multiplied. plan: what is asked of its builder.
     """
 
     max_batch_size: int = 8
@@ -64,6 +65,7 @@ class BuildOptions:
     gather_context_logits: bool = False
     aliased_state: bool = False
     debug_plugins: bool = False
+    scaled_matmul: bool = False
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class BuildOptions:
 
     def for_tensorrt(self) -> list[str]:
         """Names of the options that were given and mean something for TensorRT only."""
-        own = [name for name in ("aliased_state", "debug_plugins") if getattr(self, name)]
+        own = [name for name in ("aliased_state", "debug_plugins", "scaled_matmul") if getattr(self, name)]
         plain = PlanOptions()
         return own + [f.name for f in fields(plain) if getattr(self.plan, f.name) != getattr(plain, f.name)]
 

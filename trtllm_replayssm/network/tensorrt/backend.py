@@ -18,7 +18,7 @@ from trtllm_replayssm.network.tensorrt import ngram, selection
 from trtllm_replayssm.network.tensorrt.attention import StepPositions, attend, rotate, update_cache
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 from trtllm_replayssm.network.tensorrt.experts import grouped_experts, native_experts, native_fits
-from trtllm_replayssm.network.tensorrt.packed import dequantised
+from trtllm_replayssm.network.tensorrt.packed import dequantised, rounded_inputs
 from trtllm_replayssm.network.tensorrt.plugin_layer import PluginLayer, PluginOutput
 from trtllm_replayssm.plugins.causal_conv import CausalConvAttributes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
@@ -120,7 +120,10 @@ class TensorRTNetwork(Network):
 
     def _linear(self, x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
         e, rank = self.emitter, len(x.shape)
-        out = e.matmul(e.cast(x, weight.memory.dtype), self.constant(weight, rank - 2), transpose_b=True)
+        x = e.cast(x, weight.memory.dtype)
+        if isinstance(weight.memory, PackedWeight):
+            x = rounded_inputs(e, x, weight.memory, self.capability)
+        out = e.matmul(x, self.constant(weight, rank - 2), transpose_b=True)
         return out if bias is None else self._add_bias(out, bias)
 
     def _rms_norm(

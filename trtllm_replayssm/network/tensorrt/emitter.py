@@ -136,6 +136,19 @@ class Emitter:
             layer.axis = axis
         return layer.get_output(0)
 
+    def quantise(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x / scale`` rounded to the nearest number of ``dtype``, at most its largest."""
+        return self.added(self.network.add_quantize(x, scale, self.tensorrt.dtype(dtype)), "quantise", x, scale)
+
+    def quantise_blocks(
+        self, x: Tensor, block: int, scale: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of ``dtype`` and a scale for each block of the last axis, itself divided by ``scale`` and rounded."""
+        dtypes = self.tensorrt.dtype(dtype), self.tensorrt.dtype(scale_dtype)
+        layer = self.network.add_dynamic_quantize(x, len(x.shape) - 1, block, *dtypes)
+        self.named(layer, "quantise_blocks", x).set_input(1, scale)
+        return layer.get_output(0), layer.get_output(1)
+
     # ---- elementwise -------------------------------------------------------------------------------------------------
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,11 @@
-"""Weights that stay quantised, as constants with dequantising layers behind them."""
+"""Weights that stay quantised, as constants with dequantising layers behind them, and inputs that are rounded like them."""
 
 from __future__ import annotations
 
 import torch
 
 from trtllm_replayssm.compat import FIRST_CAPABILITIES
-from trtllm_replayssm.network.packed import PackedWeight, Packing
+from trtllm_replayssm.network.packed import NVFP4_GROUP, PackedWeight, Packing
 from trtllm_replayssm.network.tensorrt.emitter import Emitter, Tensor
 
 #: dtype of the values that each algorithm stores.
@@ -46,3 +46,19 @@ def dequantised(e: Emitter, weight: PackedWeight, capability: tuple[int, int] | 
         factors = e.binary("PROD", factors, e.constant(by_row, (*ones, *by_row.shape, 1)))
     # TensorRT wants the scales of E2M1 in the dtype of the result; in float32, the products are rounded once.
     return e.cast(e.dequantise(stored, factors, torch.float32), weight.dtype)
+
+
+def rounded_inputs(e: Emitter, x: Tensor, weight: PackedWeight, capability: tuple[int, int] | None) -> Tensor:
+    """Inputs of the weight's product: quantised and dequantised, for TensorRT to multiply the quantised numbers themselves.
+
+    As they are where the weight becomes a constant, or its inputs have no scale.
+    """
+    packing = weight.packing
+    if packing.input_scale is None or not stays_packed(packing, weight.shape[-1], capability):
+        return x
+    scale = e.number(packing.input_scale, torch.float32, 0)
+    if packing.quant_algo == "FP8":
+        return e.dequantise(e.quantise(x, scale, STORED["FP8"]), scale, weight.dtype)
+    values, by_group = e.quantise_blocks(x, NVFP4_GROUP, scale, STORED["NVFP4"], torch.float8_e4m3fn)
+    factors = e.dequantise(by_group, scale, torch.float32)
+    return e.cast(e.dequantise(values, factors, torch.float32), weight.dtype)

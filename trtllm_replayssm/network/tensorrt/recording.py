@@ -160,6 +160,13 @@ class RecordedNetwork:
     def add_dequantize(self, x: Any, scales: Any, dtype: Any) -> Any:
         return self.add("DEQUANTIZE", (x, scales), lambda _: [(dtype, x.shape)], axis=None)
 
+    def add_quantize(self, x: Any, scale: Any, dtype: Any) -> Any:
+        return self.add("QUANTIZE", (x, scale), lambda _: [(dtype, x.shape)])
+
+    def add_dynamic_quantize(self, x: Any, axis: int, block: int, dtype: Any, scale_dtype: Any) -> Any:
+        scales = tuple(size // block if place == axis else size for place, size in enumerate(x.shape))
+        return self.add("DYNAMIC_QUANTIZE", (x,), lambda _: [(dtype, x.shape), (scale_dtype, scales)])
+
     def add_elementwise(self, a: Any, b: Any, op: Any) -> Any:
         dtype = self.module.bool if op.name in ("EQUAL", "GREATER", "LESS") else a.dtype
         return self.add("ELEMENTWISE", (a, b), lambda _: [(dtype, broadcast(a.shape, b.shape))], op=op)

@@ -55,7 +55,7 @@ def dry_run(checkpoint_dir: Path, options: BuildOptions, target: Target | None =
     checked_by = CHECKED_BY[target.tensorrt.flavour].format(target.tensorrt.version_text)
     networks = [
         Network(name, checked_by, target.capability, describe_network(step), describe_tensors(step))
-        for name, step, _ in emitted_plans(checkpoint_dir, config, 0, target)
+        for name, step, _ in emitted_plans(checkpoint_dir, config, 0, target, options.scaled_matmul)
     ]
     sizes = step_sizes(config, options.opt_num_tokens, options.gather_context_logits)
     return DryRun(config, sizes.profiles(), networks)
@@ -75,7 +75,7 @@ def visualise(
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}", "choose another folder") from None
     for rank in range(config.world_size):
-        for name, step, _ in emitted_plans(checkpoint_dir, config, rank, target):
+        for name, step, _ in emitted_plans(checkpoint_dir, config, rank, target, options.scaled_matmul):
             path = folder / f"{Path(name).stem}.onnx"
             content = to_onnx(step, name)
             with output_file(path) as file:

@@ -16,6 +16,7 @@ from safetensors.torch import save
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
 from trtllm_replayssm.compat import TensorRT, load_tensorrt
 from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.network.packed import without_input_scales
 from trtllm_replayssm.network.tensorrt.build import EmittedStep, build_plan, emit_step
 from trtllm_replayssm.network.tensorrt.log import tensorrt_log
 from trtllm_replayssm.network.tensorrt.options import Report
@@ -102,10 +103,12 @@ def any_machine() -> Target:
 
 
 def emitted_plans(
-    checkpoint_dir: Path, config: EngineConfig, rank: int, target: Target
+    checkpoint_dir: Path, config: EngineConfig, rank: int, target: Target, scaled_matmul: bool = False
 ) -> Iterator[tuple[str, EmittedStep, Any]]:
     """File, network and builder of every plan of one rank. The weights are mapped from the checkpoint, not copied."""
     weights = load_rank(checkpoint_dir, rank)
+    if not scaled_matmul:
+        weights = without_input_scales(weights)
     for plan, model in plan_models(config).items():
         network, builder = target.network()
         step = emit_step(
@@ -145,7 +148,7 @@ def write_plans(
             unpacked[0],
         )
     for rank in range(config.world_size):
-        for name, step, builder in emitted_plans(checkpoint_dir, config, rank, target):
+        for name, step, builder in emitted_plans(checkpoint_dir, config, rank, target, options.scaled_matmul):
             content = build_plan(step, builder, sizes, settings)
             digest.update(content)
             with (folder / name).open("xb") as file:
@@ -164,6 +167,7 @@ def write_plans(
         just_in_time=options.debug_plugins,
         stripped=options.plan.strip_plan,
         weight_streaming=options.plan.weight_streaming,
+        scaled_matmul=options.scaled_matmul,
     )
     return recorded(replace(config, fingerprint=digest.hexdigest()), record, folder)
 

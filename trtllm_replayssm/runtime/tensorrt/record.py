@@ -16,8 +16,8 @@ class PlanRecord:
     tensorrt_version, compute_capability: a plan runs on these and no others. prefill_tokens: most tokens of a prefill step.
     gather_context_logits: whether a prefill gives the logits of every token, or of the last one only. aliased: whether
     TensorRT was told which inputs and outputs are one memory. just_in_time: whether plugin layers run in Python.
-    stripped: whether the weights were left out. weight_streaming: whether they may stay on the host. files: bytes of every
-    file of the engine by name.
+    stripped: whether the weights were left out. weight_streaming: whether they may stay on the host. scaled_matmul: whether
+    inputs of quantised weights are rounded, too. files: bytes of every file of the engine by name.
     """
 
     tensorrt_version: str
@@ -28,6 +28,7 @@ class PlanRecord:
     just_in_time: bool = False
     stripped: bool = False
     weight_streaming: bool = False
+    scaled_matmul: bool = False
     files: dict = field(default_factory=dict)
 
     @property

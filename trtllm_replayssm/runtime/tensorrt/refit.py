@@ -33,7 +33,7 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
     if record is None or not record.stripped:
         raise EngineError(f"{engine_dir} has its weights", "refit takes engines built with --strip_plan")
     checkpoint = CheckpointConfig.read(checkpoint_dir)
-    if replace(checkpoint, replay=config.replay) != config.checkpoint:
+    if not fits(replace(checkpoint, replay=config.replay), config.checkpoint, record.scaled_matmul):
         raise CheckpointError(f"{checkpoint_dir} is not of the model that {engine_dir} was built for")
     tensorrt = load_tensorrt(("tensorrt",))
     check_machine(engine_dir, record, tensorrt, resolve_device(None))
@@ -47,7 +47,7 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
     target = Target(recording, record.capability, RecordedPlugins, lambda: (recorded_network(recording), None))
     with staged_folder(output_dir) as folder:
         for rank in range(config.world_size):
-            for name, step, _ in emitted_plans(checkpoint_dir, config, rank, target):
+            for name, step, _ in emitted_plans(checkpoint_dir, config, rank, target, record.scaled_matmul):
                 cuda_engine = deserialised(engine_dir / name, runtime, log)
                 refit(tensorrt, cuda_engine, step, engine_dir / name)
                 (folder / name).write_bytes(serialised(tensorrt, cuda_engine, engine_dir / name))
@@ -58,6 +58,17 @@ def refit_engine(checkpoint_dir: Path, engine_dir: Path, output_dir: Path) -> En
                 shutil.copyfile(engine_dir / name, folder / name)
         (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
     return config
+
+
+def fits(checkpoint: CheckpointConfig, built: CheckpointConfig, scaled_matmul: bool) -> bool:
+    """Whether the weights of one checkpoint fit plans of the other. Scales of inputs are layers' own where they count."""
+    if scaled_matmul:
+        return checkpoint == built
+    mine, theirs = (
+        replace(config, packings={name: replace(p, input_scale=None) for name, p in config.packings.items()})
+        for config in (checkpoint, built)
+    )
+    return mine == theirs
 
 
 def refit(tensorrt: TensorRT, cuda_engine: Any, step: EmittedStep, path: Path) -> None:
