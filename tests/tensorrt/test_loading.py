@@ -131,6 +131,7 @@ def test_engine_folder(small: Pair) -> None:
         "just_in_time": False,
         "stripped": False,
         "weight_streaming": False,
+        "scaled_matmul": False,
         "files": {path.name: path.stat().st_size for path in sorted(small.folder.glob("rank*"))},
     }
     assert {"plugin_version", "package_version", "format_version"} <= config["replayssm"].keys()
