@@ -154,7 +154,8 @@ def write_run(
         check_values(tensor_name, values, parameter, config.torch_dtype)
 
     packing = config.packings[name]
-    whole = tuple(padded(part, piece.shape) for part in kept_parts(folder, run, source, check))
+    parts = kept_parts(folder, run, source, check)
+    whole = tuple(padded(part, piece.shape, value) for part, value in zip(parts, packing.padding, strict=True))
     layout = packing.layout(name, piece.shape)
     for rank, writer in enumerate(writers):
         shares = rank_parts(piece, packing, whole, rank, ranks)
@@ -199,7 +200,7 @@ def check_values(name: str, tensor: Tensor, parameter: Parameter, dtype: torch.d
         )
 
 
-def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor with zero rows behind it, where ranks need a vocabulary that they can share evenly."""
+def padded(tensor: Tensor, shape: tuple[int, ...], value: int = 0) -> Tensor:
+    """The tensor with rows of one value behind it, where ranks need a vocabulary that they can share evenly."""
     missing = shape[0] - tensor.shape[0] if tensor.dim() else 0
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing else tensor

@@ -18,7 +18,7 @@ from trtllm_replayssm.builders.families.base import Source, stack_rows
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.formats.base import Format, Shape, pick
 from trtllm_replayssm.builders.hf.formats.fp8 import BlockFp8, Fp8
-from trtllm_replayssm.builders.hf.formats.nvfp4 import ModelOptNvfp4
+from trtllm_replayssm.builders.hf.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from trtllm_replayssm.builders.parallel import Parameter
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.network.packed import NVFP4_GROUP, Packing
@@ -39,6 +39,8 @@ def packing_of(format: Format) -> Packing | None:
         return Packing("FP8")
     if isinstance(format, ModelOptNvfp4) and not format.smoothed:
         return Packing("NVFP4", NVFP4_GROUP)
+    if isinstance(format, CompressedNvfp4):
+        return Packing("NVFP4", NVFP4_GROUP, divides=True)
     return None
 
 
@@ -113,13 +115,15 @@ def input_scale(folder: HfFolder, source: Source, packing: Packing, parameter: P
         return None
     scales: list[float] = []
     for tensor in source.names:
-        stored = folder.quantised[tensor].parts.get("input_scale")
+        weight = folder.quantised[tensor]
+        stored = weight.parts.get(weight.format.aside[0])
         if stored is None:
             return None
-        scales.append(float(folder.stored(stored)))
+        value = folder.stored(stored)
+        scales.append(float(1 / value if packing.divides else value))
         if not 0 < scales[-1] < math.inf:
             raise CheckpointError(
-                f"{stored} is {scales[-1]}, which is no scale", "the file is damaged; download it again"
+                f"{stored} is {float(value)}, which is no scale", "the file is damaged; download it again"
             )
     return max(scales)
 
@@ -170,10 +174,11 @@ def own_scales(format: Format, parts: dict[str, Tensor], shape: Shape) -> tuple[
     n, k = shape[-2:]
     values = parts[format.holder].view(torch.uint8)
     stacked = range(shape[0]) if len(shape) == 3 else (0,)
-    if not isinstance(format, Fp8):
-        whole = parts["weight_scale_2"]
+    if isinstance(format, ModelOptNvfp4 | CompressedNvfp4):
+        whole = parts[format.whole]
         rows = torch.stack([pick(whole, index, True, len(shape)).expand(n) for index in stacked])
         return values, parts["weight_scale"].view(torch.uint8), rows.reshape(shape[:-1])
+    assert isinstance(format, Fp8)
     scale, single = parts[format.scale].float(), () in format.scale_shapes(n, k)
     step = format.block[1] if isinstance(format, BlockFp8) else k
     by_column = (format.row_scales(pick(scale, index, single, len(shape)), slice(0, n), k) for index in stacked)

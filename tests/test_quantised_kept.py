@@ -20,7 +20,7 @@ from test_quantised_families import DAMAGE, NATIVE, RECIPES, Recipe, folders, in
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
-from trtllm_replayssm.builders.convert import convert
+from trtllm_replayssm.builders.convert import convert, padded
 from trtllm_replayssm.builders.families.base import Source, rows
 from trtllm_replayssm.builders.keeping import is_multiplied, row_order
 from trtllm_replayssm.builders.parallel import Parameter, Segment
@@ -43,6 +43,13 @@ KEPT = RECIPES | {
         ),
         "",
     ),
+    # Experts in one tensor, each with a scale of its own.
+    "qwen3.5 moe nvfp4 and fp8, fused": Recipe(
+        "qwen3_5_moe_vl",
+        [(r"mtp|lm_head|linear_attn|shared_expert", None), (r"experts\.down_proj", q.fp8), ("", q.nvfp4)],
+        lambda m: in_config(quant_method="modelopt", **mixed(m)),
+        "",
+    ),
     "falcon nvfp4": Recipe(
         "falcon_h1", [(r"lm_head", None), ("", q.nvfp4)], lambda m: in_config(quant_method="modelopt", **mixed(m)), ""
     ),
@@ -54,7 +61,10 @@ KEPT = RECIPES | {
     ),
 }
 #: One of each format, dense and with experts.
-SAMPLES = ("nemotron super", "nemotron nano 4b", "qwen3.5 moe fp8 in small blocks", "falcon nvfp4", "kimi fp8")
+SAMPLES = (
+    *("nemotron super", "nemotron nano 4b", "qwen3.5 moe fp8 in small blocks", "falcon nvfp4", "kimi fp8"),
+    "qwen3.5 compressed",
+)
 sample = pytest.mark.parametrize("name", SAMPLES)
 
 
@@ -92,8 +102,9 @@ FORMATS = {
     "nemotron nano 4b": {("FP8", None), ("NVFP4", 16)},
     "qwen3.5 moe fp8 in small blocks": {("FP8", 16)},
     "falcon nvfp4": {("NVFP4", 16)},
+    "qwen3.5 moe nvfp4 and fp8, fused": {("FP8", None), ("NVFP4", 16)},
     "kimi fp8": {("FP8", None)},
-    "qwen3.5 compressed": {("FP8", None)},
+    "qwen3.5 compressed": {("FP8", None), ("NVFP4", 16)},
     "kimi mxfp4": set(),
     "ling int4": set(),
 }
@@ -242,6 +253,18 @@ def test_last_group_may_have_fewer_columns() -> None:
 
 
 @pytest.mark.parametrize(
+    "packing", [Packing("FP8"), Packing("FP8", 16), Packing("NVFP4", 16), Packing("NVFP4", 16, divides=True)], ids=str
+)
+def test_rows_that_fill_up_a_vocabulary_are_zeros(packing: Packing) -> None:
+    """A scale of zero would divide by zero."""
+    parts = []
+    for (dtype, shape), value in zip(packing.layout("x", (3, 32)).values(), packing.padding, strict=True):
+        parts.append(padded(torch.full(shape, 2.0).to(dtype), (5, *shape[1:]), value))
+    values = dense(PackedWeight(packing, tuple(parts), torch.float32))
+    assert values.shape == (5, 32) and (values[3:] == 0).all() and values[:3].isfinite().all() and values[:3].any()
+
+
+@pytest.mark.parametrize(
     ("make", "order"),
     [
         (None, [0, 1, 2, 3]),
@@ -384,6 +407,9 @@ EDITS: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "text for a number": lambda packings, name: packings[name].update(group_size="16"),
     "unknown key": lambda packings, name: packings[name].update(zero_point=1),
     "no scale": lambda packings, name: packings[name].update(input_scale=-1.0),
+    "divisor of another format": lambda packings, name: packings[name].update(
+        quant_algo="FP8", group_size=None, divides=True
+    ),
 }
 
 

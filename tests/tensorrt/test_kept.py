@@ -40,7 +40,7 @@ SIZES = StepSizes(max_batch_size=4, verify_tokens=REPLAY.verify_tokens, prefill_
 #: A GPU that TensorRT-RTX builds for and that has numbers of 4 bits, one with 8 bits only, and one with neither.
 FP4, FP8, NEITHER = (12, 0), (8, 9), (8, 6)
 #: Each format, dense and with experts.
-SAMPLES = ("nemotron super", "qwen3.5 moe fp8 in small blocks", "falcon nvfp4", "kimi fp8")
+SAMPLES = ("nemotron super", "qwen3.5 moe fp8 in small blocks", "falcon nvfp4", "kimi fp8", "qwen3.5 compressed")
 sample = pytest.mark.parametrize("name", SAMPLES)
 
 
@@ -68,7 +68,11 @@ def test_network_equals_the_dequantised_twin(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
     values = {key: dense(weight) for key, weight in weights.items()}
     _, twin = Run(emission(config, values, FP4), 2).compare(ids, RowMode.ABSORB, 21)
-    assert torch.equal(got, twin)
+    if any(packing.divides for packing in config.packings.values()):
+        # Reciprocals of scales are rounded.
+        torch.testing.assert_close(got, twin, rtol=0, atol=1e-5 * float(twin.std()))
+    else:
+        assert torch.equal(got, twin)
     each = {"FP8": 1, "NVFP4": 2}
     # The tied or unused part of an MTP head is in another plan.
     used = [p for n, p in config.packings.items() if not n.startswith("mtp.")]
@@ -154,7 +158,7 @@ class RoundedInputs(TorchNetwork):
         )
 
 
-@pytest.mark.parametrize("name", ["nemotron super", "falcon nvfp4", "kimi fp8", "qwen3.5 moe fp8 in small blocks"])
+@sample
 def test_inputs_are_rounded_by_the_checkpoints_scales(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

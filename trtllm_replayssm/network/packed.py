@@ -28,20 +28,22 @@ class Packing:
 
     quant_algo: FP8, E4M3 values and float32 scales; or NVFP4, two E2M1 values a byte (the even column in the low nibble),
     E4M3 scales, and one float32 scale a row. group_size: columns that share a scale, the last group may have fewer; None for
-    one scale a row. input_scale: float32, what the layer's inputs are divided by before they are rounded to E4M3, too, or to
-    NVFP4 with block scales; None where the checkpoint has none.
+    one scale a row. divides: the scale of a row of NVFP4 divides those of its groups, instead of multiplying them.
+    input_scale: float32, what the layer's inputs are divided by before they are rounded to E4M3, too, or to NVFP4 with block
+    scales; None where the checkpoint has none.
     """
 
     quant_algo: Literal["FP8", "NVFP4"]
     group_size: int | None = None
+    divides: bool = False
     input_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.input_scale is not None and not 0 < self.input_scale < math.inf:
             raise ValueError(f"an input_scale of {self.input_scale}")
         right = {"FP8": self.group_size is None or self.group_size > 0, "NVFP4": self.group_size == NVFP4_GROUP}
-        if not right[self.quant_algo]:
-            raise ValueError(f"{self.quant_algo} in groups of {self.group_size}")
+        if not right[self.quant_algo] or (self.divides and self.quant_algo != "NVFP4"):
+            raise ValueError(f"{self.quant_algo} in groups of {self.group_size}, divides {self.divides}")
 
     def layout(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of the stored tensors of a weight of that shape, by name; the first one holds the values."""
@@ -59,6 +61,11 @@ class Packing:
     def columns(self) -> tuple[int | None, ...]:
         """For each stored tensor, the weight's columns that one of its columns stands for; None where it is all of them."""
         return (1, self.group_size) if self.quant_algo == "FP8" else (2, NVFP4_GROUP, None)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """For each stored tensor, what a row of zeros has in it."""
+        return (0, 0) if self.quant_algo == "FP8" else (0, 0, int(self.divides))
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ class PackedWeight:
             values, scales = self.parts
             return scaled(values.float(), scales, self.packing.group_size).to(self.dtype)
         values, scales, rows = self.parts
-        return scaled(unpacked_e2m1(values), scales.float() * rows[..., None], NVFP4_GROUP).to(self.dtype)
+        by_group, by_row = scales.float(), rows[..., None]
+        factors = by_group / by_row if self.packing.divides else by_group * by_row
+        return scaled(unpacked_e2m1(values), factors, NVFP4_GROUP).to(self.dtype)
 
 
 #: A weight in either form.

@@ -30,6 +30,8 @@ class ModelOptNvfp4(Format):
 
     smoothed: bool = False
 
+    whole: ClassVar[str] = "weight_scale_2"
+
     @property
     def label(self) -> str:
         return "NVFP4 with AWQ" if self.smoothed else "NVFP4"
@@ -39,14 +41,14 @@ class ModelOptNvfp4(Format):
 
     def parts(self, n: int, k: int) -> dict[str, Part]:
         parts = values_and_blocks(self.holder, n, k)
-        parts["weight_scale_2"] = Part(("F32",), SCALAR)
+        parts[self.whole] = Part(("F32",), SCALAR)
         parts["input_scale"] = Part(("F32",), SCALAR, required=False)
         if self.smoothed:
             parts["pre_quant_scale"] = Part(SCALE_DTYPES, ((k,),), required=False)
         return parts
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        scales = decode_e4m3(parts["weight_scale"][rows]) * parts["weight_scale_2"]
+        scales = decode_e4m3(parts["weight_scale"][rows]) * parts[self.whole]
         made = by_blocks(unpack_e2m1(parts["weight"][rows]), scales, BLOCK)
         return made * parts["pre_quant_scale"].float() if "pre_quant_scale" in parts else made
 
@@ -56,6 +58,7 @@ class CompressedNvfp4(Format):
     """As compressed-tensors writes it: ``weight = E2M1 * (weight_scale / weight_global_scale)``."""
 
     holder: ClassVar[str] = "weight_packed"
+    whole: ClassVar[str] = "weight_global_scale"
     aside: ClassVar[tuple[str, ...]] = ("input_global_scale",)
 
     @property
@@ -67,10 +70,10 @@ class CompressedNvfp4(Format):
 
     def parts(self, n: int, k: int) -> dict[str, Part]:
         parts = values_and_blocks(self.holder, n, k)
-        parts["weight_global_scale"] = Part(("F32",), SCALAR)
+        parts[self.whole] = Part(("F32",), SCALAR)
         parts["input_global_scale"] = Part(("F32",), SCALAR, required=False)
         return parts
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        scales = decode_e4m3(parts["weight_scale"][rows]) / parts["weight_global_scale"]
+        scales = decode_e4m3(parts["weight_scale"][rows]) / parts[self.whole]
         return by_blocks(unpack_e2m1(parts["weight_packed"][rows]), scales, BLOCK)

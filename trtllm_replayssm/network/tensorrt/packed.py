@@ -37,6 +37,9 @@ def dequantised(e: Emitter, weight: PackedWeight, capability: tuple[int, int] | 
         return e.dequantise(stored, e.constant(scales, ones + tuple(scales.shape)), weight.dtype)
     stored = e.constant(values.view(STORED["NVFP4"]), ones + shape)
     by_group, (by_row,) = e.constant(scales, ones + tuple(scales.shape)), rows
+    if weight.packing.divides:
+        # TensorRT multiplies scales. The reciprocals are rounded: factors differ from quotients in their last bit at most.
+        by_row = by_row.reciprocal()
     first = float(by_row.flatten()[0])
     if bool((by_row == first).all()):
         # One scale for the whole tensor: the form that TensorRT knows as NVFP4.
