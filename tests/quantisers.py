@@ -113,6 +113,22 @@ def nvfp4_awq(weight: Tensor) -> Stored:
     return Stored(inner.tensors | {"pre_quant_scale": columns}, torch.tensor(rows))
 
 
+def nvfp4_svd(weight: Tensor) -> Stored:
+    """The four largest singular vectors stay in bfloat16; what they leave of the matrix, its columns divided, is quantised."""
+    smooth = nvfp4_awq(weight).tensors["pre_quant_scale"]
+    divided = weight / smooth.float()
+    left, sizes, right = torch.linalg.svd(divided, full_matrices=False)
+    b, a = (left[:, :4] * sizes[:4]).to(torch.bfloat16), right[:4].to(torch.bfloat16)
+    low_rank = [[f32(math.fsum(x * y for x, y in zip(row, column))) for column in a.t().tolist()] for row in b.tolist()]
+    inner = nvfp4(divided - torch.tensor(low_rank))
+    made = [
+        [f32(f32(x + y) * c) for x, y, c in zip(row, more, smooth.tolist())]
+        for row, more in zip(inner.weight.tolist(), low_rank)
+    ]
+    tensors = {"pre_quant_scale": smooth, "svdquant_lora_a": a.contiguous(), "svdquant_lora_b": b}
+    return Stored(inner.tensors | tensors, torch.tensor(made))
+
+
 def compressed_nvfp4(weight: Tensor) -> Stored:
     """compressed-tensors: the reciprocals of ModelOpt's scalars."""
     inverse = f32(2688 / float(weight.abs().max()))

@@ -43,6 +43,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Quantiser]] = {
     "modelopt nvfp4 weight-only": ("NVFP4", modelopt("W4A16_NVFP4"), q.nvfp4_weight_only),
     "modelopt nvfp4 awq": ("NVFP4 with AWQ", modelopt("NVFP4_AWQ", pre_quant_scale=True), q.nvfp4_awq),
     "modelopt nvfp4 awq, folded": ("NVFP4 with AWQ", modelopt("NVFP4_AWQ"), q.nvfp4),
+    "modelopt nvfp4 svd": ("NVFP4 with SVD", modelopt("NVFP4_SVD", pre_quant_scale=True, lora_rank=4), q.nvfp4_svd),
     "modelopt fp8": ("FP8 per tensor", modelopt("FP8"), q.fp8),
     "modelopt fp8 weight-only": ("FP8 per tensor", modelopt("FP8"), q.fp8_weight_only),
     "modelopt fp8 rows": (
@@ -267,6 +268,7 @@ def test_a_tensor_of_another_dtype(name: str, part: str, tmp_path: Path) -> None
 SURPLUS = {
     "modelopt nvfp4": ("pre_quant_scale", torch.ones(96)),
     "modelopt nvfp4 awq": ("svdquant_lora_a", torch.ones(4, 96)),
+    "modelopt nvfp4 svd": ("weight_scale_inv", torch.ones(1, 1)),
     "modelopt fp8": ("weight_scale_2", torch.tensor(1.0)),
     "fp8 blocks": ("weight_scale", torch.tensor(1.0)),
     "compressed nvfp4": ("weight", torch.ones(13, 96)),

@@ -12,7 +12,7 @@ from trtllm_replayssm.builders.hf.formats.base import Format
 from trtllm_replayssm.builders.hf.formats.fp8 import BlockFp8, ChannelFp8, Fp8
 from trtllm_replayssm.builders.hf.formats.int4 import Int4
 from trtllm_replayssm.builders.hf.formats.mxfp4 import Mxfp4
-from trtllm_replayssm.builders.hf.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
+from trtllm_replayssm.builders.hf.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4, SvdNvfp4
 from trtllm_replayssm.builders.hf.module_names import ModulePatterns, ModuleTable
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError
 
@@ -25,6 +25,7 @@ MODELOPT: dict[str, Format] = {
     "NVFP4": ModelOptNvfp4(),
     "W4A16_NVFP4": ModelOptNvfp4(),
     "NVFP4_AWQ": ModelOptNvfp4(smoothed=True),
+    "NVFP4_SVD": SvdNvfp4(),
     "FP8": Fp8(),
     "FP8_PER_CHANNEL_PER_TOKEN": ChannelFp8(),
 }
@@ -135,6 +136,8 @@ def modelopt(config: HfConfig) -> Description:
     """ModelOpt: one format for all but the excluded modules, or a table of modules, or both."""
     # Groups restate quant_algo and the table; scales of the KV cache and of activations are not needed.
     config.ignore("config_groups", "kv_cache_scheme", "kv_cache_quant_algo", "producer", "pre_quant_scale")
+    # The tensors tell it.
+    config.ignore("lora_rank")
     config.expect("has_zero_point", False)
     listed = config.get("quantized_layers", {})
     if not isinstance(listed, dict):
@@ -160,7 +163,7 @@ def table_entry(config: HfConfig, module: str, entry: Any) -> Format | None:
         raise config.fail("quantized_layers", f"has no object for {module}")
     nested = HfConfig(entry, f"{config.where}: quantized_layers: {module}")
     nested.expect("has_zero_point", False)
-    nested.ignore("pre_quant_scale", "awq_block_size")
+    nested.ignore("pre_quant_scale", "awq_block_size", "lora_rank")
     algorithm = nested.text("quant_algo", "NONE")
     check_group(nested)
     nested.finish()

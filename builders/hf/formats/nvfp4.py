@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, by_blocks
+from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, Shape, by_blocks
 from trtllm_replayssm.builders.hf.formats.codes import decode_e4m3, unpack_e2m1
+from trtllm_replayssm.builders.safetensors_reader import TensorEntry
 
 BLOCK = 16
 
@@ -48,9 +49,44 @@ class ModelOptNvfp4(Format):
         return parts
 
     def rows(self, parts: dict[str, Tensor], rows: slice, k: int) -> Tensor:
-        scales = decode_e4m3(parts["weight_scale"][rows]) * parts[self.whole]
-        made = by_blocks(unpack_e2m1(parts["weight"][rows]), scales, BLOCK)
+        made = self.smooth_rows(parts, rows)
         return made * parts["pre_quant_scale"].float() if "pre_quant_scale" in parts else made
+
+    def smooth_rows(self, parts: dict[str, Tensor], rows: slice) -> Tensor:
+        """The rows of the matrix that the smoothed inputs are multiplied with."""
+        scales = decode_e4m3(parts["weight_scale"][rows]) * parts[self.whole]
+        return by_blocks(unpack_e2m1(parts["weight"][rows]), scales, BLOCK)
+
+
+@dataclass(frozen=True)
+class SvdNvfp4(ModelOptNvfp4):
+    """A matrix of low rank beside the quantised one (SVDQuant): ``weight = (quantised + b a) * pre_quant_scale``.
+
+    rank: of ``svdquant_lora_b [N, rank]`` and ``svdquant_lora_a [rank, K]``; the tensors tell it.
+    """
+
+    smoothed: bool = True
+    rank: int = 0
+
+    @property
+    def label(self) -> str:
+        return "NVFP4 with SVD"
+
+    def parts(self, n: int, k: int) -> dict[str, Part]:
+        low_rank = {
+            "svdquant_lora_b": Part(SCALE_DTYPES, ((n, self.rank),)),
+            "svdquant_lora_a": Part(SCALE_DTYPES, ((self.rank, k),)),
+        }
+        return super().parts(n, k) | low_rank
+
+    def check(self, module: str, names: dict[str, str], entries: dict[str, TensorEntry]) -> Shape:
+        shape = entries[names["svdquant_lora_b"]].shape if "svdquant_lora_b" in names else ()
+        return super(SvdNvfp4, replace(self, rank=shape[-1] if shape else 0)).check(module, names, entries)
+
+    def smooth_rows(self, parts: dict[str, Tensor], rows: slice) -> Tensor:
+        # In float64, so that the product does not depend on how many rows are made at once.
+        b, a = parts["svdquant_lora_b"][rows].double(), parts["svdquant_lora_a"].double()
+        return super().smooth_rows(parts, rows) + (b @ a).float()
 
 
 @dataclass(frozen=True)
