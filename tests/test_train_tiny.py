@@ -203,6 +203,13 @@ def test_wrong_sizes_are_refused(arguments: list[str], capsys: pytest.CaptureFix
     assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_run_that_diverges_writes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    arguments = ["kda", "--output_dir", str(tmp_path), *SHORT, "--learning_rate", "1e8"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    assert train.main() == 1
+    assert "error: the loss is nan at step" in capsys.readouterr().err and not (tmp_path / "kda").exists()
+
+
 def test_other_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (tmp_path / "kda").mkdir()
     (tmp_path / "kda" / "thesis.txt").write_text("mine")

@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -116,6 +117,8 @@ def run(options: argparse.Namespace) -> None:
         text = torch.from_numpy(corpus.trained.astype("int32")).to(device)
         losses, start = [], time.monotonic()
         for number, progress, loss in train(model, text, plan):
+            if not math.isfinite(loss):
+                raise UserError(f"the loss is {loss} at step {number}", "lower --learning_rate")
             losses.append({"step": number, "bits_per_byte": loss})
             seconds = time.monotonic() - start
             log.info(

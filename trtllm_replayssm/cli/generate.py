@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_replayssm.cli.options import (
     add_running_arguments,
-    add_scaled_matmul_argument,
     path_argument,
     prefix_cache_bytes,
 )
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
     )
     add_running_arguments(parser)
-    add_scaled_matmul_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

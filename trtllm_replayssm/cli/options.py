@@ -143,3 +143,4 @@ def add_running_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="launch every kernel of a decode step by itself; the output is the same (also: TRTLLM_REPLAYSSM_CUDA_GRAPHS=0)",
     )
+    add_scaled_matmul_argument(parser)

@@ -49,6 +49,7 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
         draft_engine_dir=str(args.draft_engine_dir or ""),
         prefix_cache_gib=args.prefix_cache_gib,
         cuda_graphs=not args.no_cuda_graphs,
+        scaled_matmul=args.scaled_matmul,
         time_slice=args.time_slice,
         exclude_input_in_output=not args.include_input_in_output,
         cancellation_check_period_ms=args.cancellation_check_period_ms,

@@ -73,7 +73,8 @@ class Engine:
         rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         plugins = implementation(plugin_impl, where)
         if scaled_matmul:
-            check_scaled_matmul(folder, config, where)
+            check_scaled_matmul(folder, config)
+            check_products(where)
         if config.tensorrt is not None:
             from trtllm_replayssm.runtime.tensorrt.engine import load_plans
 
@@ -131,17 +132,19 @@ def checked_file(folder: Path, config: EngineConfig, rank: int) -> SafetensorsFi
     return file
 
 
-def check_scaled_matmul(folder: Path, config: EngineConfig, device: torch.device) -> None:
-    """Raises EngineError where FP8 products are asked for in vain, or the device has none."""
+def check_scaled_matmul(folder: Path, config: EngineConfig) -> None:
+    """Raises EngineError where FP8 products are asked for in vain."""
     if config.tensorrt is not None:
-        raise EngineError(f"{folder} is run by TensorRT, which multiplies as it was built", "leave out --scaled_matmul")
+        raise EngineError(
+            f"{folder} is run by TensorRT, which multiplies as it was built",
+            "leave out --scaled_matmul; build has it, too",
+        )
     packings = config.checkpoint.packings.values()
     if not any(packing.quant_algo == "FP8" and packing.group_size is None for packing in packings):
         raise EngineError(
             f"{folder} has no FP8 weights with a scale a row",
             "convert with --quantization keep, or leave out --scaled_matmul",
         )
-    check_products(device)
 
 
 def load_weights(path: Path, device: torch.device, checkpoint: CheckpointConfig) -> dict[str, StoredWeight]:

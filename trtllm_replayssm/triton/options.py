@@ -26,9 +26,9 @@ class ServingOptions:
     engine_dir, draft_engine_dir: absolute, or beginning with ``./`` relative to the version folder of the model.
     device: ``cpu``, ``cuda`` or ``cuda:N``; empty for the GPU where there is one. max_draft_len: None for what the engine
     was built for. prefix_cache_gib: memory for what prompts begin with in common. cuda_graphs: run decode steps as graphs
-    where the engine can. time_slice: tokens after which a request makes room for one that waits; None for never.
-    exclude_input_in_output: whether output_ids leaves out the prompt, where a request does not say.
-    cancellation_check_period_ms: how often it is looked whether clients have left.
+    where the engine can. scaled_matmul: multiply kept FP8 weights as they are (network/scaled). time_slice: tokens after
+    which a request makes room for one that waits; None for never. exclude_input_in_output: whether output_ids leaves out the
+    prompt, where a request does not say. cancellation_check_period_ms: how often it is looked whether clients have left.
     """
 
     engine_dir: str
@@ -39,6 +39,7 @@ class ServingOptions:
     draft_engine_dir: str = ""
     prefix_cache_gib: float = 0.0
     cuda_graphs: bool = True
+    scaled_matmul: bool = False
     time_slice: int | None = None
     exclude_input_in_output: bool = True
     cancellation_check_period_ms: int = 100
@@ -93,18 +94,24 @@ class ServingOptions:
             prefix_cache_bytes=round(self.prefix_cache_gib * 2**30),
             time_slice=self.time_slice,
             cuda_graphs=None if self.cuda_graphs else False,
+            scaled_matmul=self.scaled_matmul,
         )
 
     def check(self, version_folder: Path) -> EngineConfig:
         """The engine's config.
 
-        Raises EngineError when it, or the draft model's, is none of ours, and UserError for drafts that it has no room for.
+        Raises EngineError when it, or the draft model's, is none of ours, or has no FP8 weights to multiply, and UserError for
+        drafts that it has no room for.
         """
         if self.draft_engine_dir:
             EngineConfig.read(located(self.draft_engine_dir, version_folder))
         config = EngineConfig.read(self.engine_folder(version_folder))
         if self.speculative_decoding_mode:
             draft_room(config.replay, self.max_draft_len)
+        if self.scaled_matmul:
+            from trtllm_replayssm.runtime.engine import check_scaled_matmul
+
+            check_scaled_matmul(self.engine_folder(version_folder), config)
         return config
 
 
