@@ -83,9 +83,12 @@ def copy_pools(read_dtype: ReadDtype, heads: int, rows: int, columns: int) -> di
         return {}
     layout = FORMATS[read_dtype]
     if columns % layout.block:
+        narrower = next((name for name, other in FORMATS.items() if columns % other.block == 0), None)
         raise UserError(
             f"state_read_dtype {read_dtype} needs states whose width is a multiple of {layout.block}; it is {columns}",
-            "leave it at same for this model",
+            f"use --state_read_dtype {narrower}, or same"
+            if narrower
+            else "leave --state_read_dtype at same for this model",
         )
     return layout.pools(heads, rows, columns)
 

@@ -26,7 +26,8 @@ from trtllm_replayssm.builders.keeping import is_multiplied, row_order
 from trtllm_replayssm.builders.parallel import Parameter, Segment
 from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.inspection import inspect_model
-from trtllm_replayssm.network.packed import PackedWeight, Packing, dense, unpacked_e2m1
+from trtllm_replayssm.network.packed import PackedWeight, Packing, dense
+from trtllm_replayssm.plugins.reference.read_copy import unpack_e2m1
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
 from trtllm_replayssm.runtime.ranks import run_ranks
 from trtllm_replayssm.runtime.session import Session
@@ -242,7 +243,7 @@ def packed_fp8(weight: Tensor) -> PackedWeight:
 def test_e2m1_without_a_table() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(4, 64)
     expected = [[q.E2M1[code] for byte in row for code in (byte & 15, byte >> 4)] for row in every.tolist()]
-    assert torch.equal(unpacked_e2m1(every), torch.tensor(expected))
+    assert torch.equal(unpack_e2m1(every), torch.tensor(expected))
 
 
 def test_last_group_may_have_fewer_columns() -> None:

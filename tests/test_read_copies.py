@@ -120,7 +120,9 @@ def test_what_a_build_cannot_keep_is_refused_in_a_sentence(tmp_path: Path, capsy
     checkpoint = synthetic.write_checkpoint(tmp_path / "checkpoint", narrow)
     given = ["build", "--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "engine")]
     assert main([*given, "--state_read_dtype", "fp8"]) != 0
-    assert "fp8 needs states whose width is a multiple of 32; it is 48" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "fp8 needs states whose width is a multiple of 32; it is 48" in error
+    assert "use --state_read_dtype nvfp4, or same" in error
     assert not (tmp_path / "engine").exists()
     assert main([*given, "--state_read_dtype", "nvfp4", "--replay_fold", "derived"]) != 0
     assert "replay_fold derived does not go with state_read_dtype nvfp4" in capsys.readouterr().err

@@ -79,7 +79,6 @@ class ReplayConfig:
                 f"replay_fold derived does not go with state_read_dtype {self.state_read_dtype}",
                 "stored updates that were computed from a rounded copy would stay in the state; use --replay_fold exact",
             )
-
         if self.quantised_state and self.state_read_dtype != "same":
             raise UserError(
                 f"state_dtype {self.state_dtype} does not go with state_read_dtype {self.state_read_dtype}",

@@ -15,11 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.reference.read_copy import unpack_e2m1
+
 #: Columns of NVFP4 that share a scale.
 NVFP4_GROUP = 16
-#: ``E2M1 = E4M3 * 64`` for the E4M3 number whose sign, lower exponent bits and upper mantissa bit are those of the code: the
-#: difference of the two exponents' biases, 7 and 1. It holds for the subnormal 0.5, too.
-E2M1_FACTOR = 2.0**6
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class PackedWeight:
         values, scales, rows = self.parts
         by_group, by_row = scales.float(), rows[..., None]
         factors = by_group / by_row if self.packing.divides else by_group * by_row
-        return scaled(unpacked_e2m1(values), factors, NVFP4_GROUP).to(self.dtype)
+        return scaled(unpack_e2m1(values), factors, NVFP4_GROUP).to(self.dtype)
 
 
 #: A weight in either form.
@@ -122,12 +121,6 @@ def scaled(values: Tensor, scales: Tensor, group: int | None) -> Tensor:
         values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
         return values
     return values.mul_(scales.repeat_interleave(group, -1)[..., :k])
-
-
-def unpacked_e2m1(packed: Tensor) -> Tensor:
-    """float32 ``[..., 2 m]`` of uint8 ``[..., m]``, by arithmetic on bits."""
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return ((codes & 7) << 2 | (codes & 8) << 4).view(torch.float8_e4m3fn).float().mul_(E2M1_FACTOR)
 
 
 def dense(weight: StoredWeight) -> Tensor:

@@ -25,7 +25,7 @@ def look_up(table: Tensor, codes: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """float32 ``[n, 2 m]`` of uint8 ``[n, m]``."""
+    """float32 ``[n, 2 m]`` of uint8 ``[n, m]``; on CPUs twice as fast as arithmetic (plugins/reference/read_copy)."""
     return look_up(E2M1_PAIRS, packed).view(torch.float32)
 
 
