@@ -181,7 +181,9 @@ class CheckpointConfig:
             raise CheckpointError(
                 f"{path} does not exist", "--checkpoint_dir must be a folder written by trtllm-replayssm convert"
             ) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} does not hold a JSON object")

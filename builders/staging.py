@@ -143,5 +143,5 @@ def output_errors(output_dir: Path) -> Iterator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, or the user's part of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether the disk, the user's part of it, or the largest file that it can hold, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

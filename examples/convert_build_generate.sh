@@ -2,6 +2,7 @@
 # From a Hugging Face folder to text, with the command line.
 # Usage: convert_build_generate.sh MODEL_DIR WORK_DIR [PROMPT]
 set -euo pipefail
+[[ $# -ge 2 ]] || { sed -n '3s/^# //p' "$0" >&2; exit 2; }
 model_dir=$1 work_dir=$2 prompt=${3:-"The state of a request is"}
 
 # What is in the folder, and what will a request cost?

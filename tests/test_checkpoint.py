@@ -124,6 +124,13 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(tensors, folder / "rank0.safetensors")
 
 
+def test_a_config_that_cannot_be_read(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory$"):
+        CheckpointConfig.read(checkpoint)
+
+
 def test_config_is_read_back(checkpoint: Path) -> None:
     config = CheckpointConfig.read(checkpoint)
     assert config.decoder == TinyFamily(HfConfig(CONFIG), {}).decoder()

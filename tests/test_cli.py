@@ -57,7 +57,7 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "--log_level" in text
-    assert "(default: None)" not in text
+    assert "(default: None)" not in text and "(default: [])" not in text
 
 
 @pytest.mark.parametrize("arguments", [[], ["transmogrify"], ["convert"], ["inspect", "x", "--log_level", "loud"]])
@@ -66,6 +66,32 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
         main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("trtllm-replayssm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "--replay_windw", "8"], "unrecognized arguments: --replay_windw; did you mean --replay_window?"),
+        (["build", "--checkpoint-dir=x"], "unrecognized arguments: --checkpoint-dir; did you mean --checkpoint_dir?"),
+        (["inspect", "x", "--zzz", "--yyy"], "unrecognized arguments: --zzz --yyy"),
+        (["inspect", "x", "y"], "unrecognized arguments: y"),
+        (["generate", "--engine_dir", "e", "--input_text", "--help_me please", "y"], "unrecognized arguments: y"),
+    ],
+)
+def test_unknown_arguments_are_named_by_the_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: trtllm-replayssm {arguments[0]} [-h]")
+    assert last == f"trtllm-replayssm {arguments[0]}: error: {message}"
+
+
+def test_what_follows_two_dashes_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--", "--nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("error: --nowhere does not exist\n")
 
 
 def test_process_reports_a_user_error_in_two_lines(tmp_path: Path) -> None:

@@ -293,6 +293,11 @@ def test_load_refuses_folders_without_a_readable_config(tmp_path: Path, engine_d
         (engine_dir / "config.json").write_text(text)
         with pytest.raises(EngineError, match=match):
             Engine.load(engine_dir)
+    (engine_dir / "config.json").unlink()
+    (engine_dir / "config.json").mkdir()
+    with pytest.raises(EngineError, match=r"config\.json cannot be read: Is a directory$") as caught:
+        Engine.load(engine_dir)
+    assert not caught.value.hint
 
 
 def test_load_refuses_a_missing_rank(two_ranks: Path) -> None:

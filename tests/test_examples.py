@@ -42,6 +42,11 @@ def test_shell_example(folder: Path) -> None:
     assert "3 x gated_delta" in (folder / "stdout").read_text()
 
 
+def test_shell_example_without_arguments_says_what_it_takes() -> None:
+    done = subprocess.run([EXAMPLES / "convert_build_generate.sh"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "Usage: convert_build_generate.sh MODEL_DIR WORK_DIR [PROMPT]\n")
+
+
 def test_python_example(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "speculate.py", folder / "engine"], capture_output=True, text=True, timeout=120

@@ -431,6 +431,14 @@ def test_a_least_length_that_is_too_long_is_refused_by_its_option(
     assert main([*base, "--min_tokens", "4"]) == 0
 
 
+@pytest.mark.parametrize(("option", "value", "least"), [("--max_output_len", "0", 1), ("--random_seed", "-1", 0)])
+def test_numbers_that_are_too_small_are_refused_by_name(
+    engine_dir: Path, option: str, value: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--engine_dir", str(engine_dir), "--input_text", "a", option, value]) == 1
+    assert capsys.readouterr().err == f"error: {option} is {value}; it must be {least} or more\n"
+
+
 def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["generate", "--engine_dir", str(engine_dir), "--input_text", "a", "--max_output_len", "2"]
     for option in ("--output_file", "--generation_logits_file"):

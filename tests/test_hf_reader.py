@@ -137,6 +137,12 @@ def test_no_weights(single: Path) -> None:
     refused(single, "neither model.safetensors nor model.safetensors.index.json")
 
 
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.engine"])
+def test_a_checkpoint_or_an_engine_is_no_model_folder(single: Path, name: str) -> None:
+    (single / "model.safetensors").rename(single / name)
+    assert "build --checkpoint_dir" in refused(single, "holds rank files").hint
+
+
 def test_shards_without_index(folder: Path) -> None:
     (folder / INDEX_FILE).unlink()
     assert "index" in refused(folder, "neither").hint

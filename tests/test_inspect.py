@@ -234,6 +234,12 @@ def test_unknown_paths_and_models_are_refused(tmp_path: Path, config_file: Any) 
         read_subject(config_file({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}))
 
 
+@pytest.mark.parametrize("length", ["0", "-5"])
+def test_a_length_that_no_request_has(length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(CONFIGS / "nemotron_3_nano_30b_a3b.json"), "--max_seq_len", length]) == 1
+    assert f"error: --max_seq_len is {length}; it must be 1 or more" in capsys.readouterr().err
+
+
 def test_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(CONFIGS / "nemotron_3_nano_30b_a3b.json")
     assert main(["inspect", path, "--max_draft_len", "3"]) == 0

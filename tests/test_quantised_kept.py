@@ -214,6 +214,7 @@ def test_inspect_prints_bits_per_weight(tmp_path: Path, capsys: pytest.CaptureFi
         "keep",
     ]
     assert main(arguments) == 0
+    assert re.search(r"weights .* a rank, NVFP4, (bfloat16|float32), 1 rank", capsys.readouterr().out)
     assert main(["inspect", str(tmp_path / "kept")]) == 0
     assert re.search(r"weights: .*, NVFP4 with [45]\.\d\d bits a weight", capsys.readouterr().out)
 

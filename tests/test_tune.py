@@ -496,6 +496,12 @@ def test_a_dry_run_lists_bytes_without_a_gpu(
         [w, state, "same"] for state in ("float32", "bfloat16") for w in ("4", "16")
     ]
     assert "shorter" in lines[0] and lines[1][3:5] == ["46.0", "MiB"]
+    assert main([*arguments, "--state_dtypes", "float32", "bfloat16", "--max_slot_bytes", "40000000"]) == 0
+    shown = capsys.readouterr().out
+    within = {
+        line.split()[1]: "more than --max_slot_bytes" not in line for line in shown.splitlines() if " 16   " in line
+    }
+    assert within == {"float32": False, "bfloat16": True}
 
 
 def test_options_and_limits_are_those_of_the_documents() -> None:

@@ -43,7 +43,10 @@ class HfFolder:
                 f"{path} is a file", "--model_dir must be a folder with config.json and safetensors files"
             )
         if not os.path.isdir(path):
-            raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json")
+            raise CheckpointError(
+                f"{path} does not exist",
+                "--model_dir must be a folder with a config.json; hf download NAME --local-dir FOLDER brings one from the hub",
+            )
         refuse_layout(path)
         self.config = read_config(path / "config.json")
         single, index = path / SINGLE_FILE, path / INDEX_FILE
@@ -51,6 +54,11 @@ class HfFolder:
             self.files = [self.unindexed(index)]
         elif os.path.exists(index):
             self.files = self.indexed(index)
+        elif any(path.glob("rank*.safetensors")) or any(path.glob("rank*.engine")):
+            raise CheckpointError(
+                f"{path} holds rank files: it is a TensorRT-LLM checkpoint or an engine, not a Hugging Face folder",
+                "a checkpoint goes to build --checkpoint_dir, an engine to generate --engine_dir",
+            )
         else:
             raise CheckpointError(
                 f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}",

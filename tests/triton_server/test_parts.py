@@ -28,9 +28,16 @@ from trtllm_replayssm.triton.openai.chat import ChatTemplate
 from trtllm_replayssm.triton.options import ServingOptions
 from trtllm_replayssm.triton.replies import Reply, Tensors, Times
 from trtllm_replayssm.triton.repository import write_repository
-from trtllm_replayssm.triton.server import Ports, TritonServer
+from trtllm_replayssm.triton.server import Ports, TritonServer, choose_ports
 
 PATIENCE = 30
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_an_address_of_another_machine_is_no_matter_of_ports(host: str) -> None:
+    with pytest.raises(UserError, match=f"^--host {host} cannot be listened at: ") as caught:
+        choose_ports(host, {"http": 0})
+    assert "0.0.0.0" in caught.value.hint
 
 
 # ---- the repository --------------------------------------------------------------------------------------------------

@@ -92,8 +92,11 @@ def check_options(args: argparse.Namespace) -> None:
     prefix_cache_bytes(args)
     if args.scaled_matmul and args.engine_dir is None:
         raise UserError("--scaled_matmul is for FP8 weights, and random ones are not quantised", "give an --engine_dir")
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UserError(f"--batch_size is {args.batch_size}; it must be 1 or more")
+    for name in ("batch_size", "decode_batch_sizes", "profile_context_lens", "context_len", "steps"):
+        value = getattr(args, name)
+        least = min(value) if isinstance(value, list) else value
+        if least is not None and least < 1:
+            raise UserError(f"--{name} is {least}; it must be 1 or more")
     if measures_steps(args):
         if args.report_csv is not None:
             raise UserError("--report_csv has a row a request, and decode steps have none", "use --report_json")

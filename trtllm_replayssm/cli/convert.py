@@ -71,9 +71,10 @@ def print_summary(folder: Path, report: Report) -> None:
     """What was written; ``inspect`` tells more."""
     subject, replay = report.subject, report.subject.replay
     kinds = ", ".join(f"{count} x {kind}" for kind, count in report.kinds().items())
+    formats = ", ".join((*report.bits_per_weight, subject.dtype))
     rows = [
         ("model", f"{subject.architecture}: {kinds}"),
-        ("weights", f"{bytes_text(report.weight_bytes)} a rank, {subject.dtype}, {subject.tp_size} rank(s)"),
+        ("weights", f"{bytes_text(report.weight_bytes)} a rank, {formats}, {subject.tp_size} rank(s)"),
         (
             "ReplaySSM",
             f"window {replay.window}, {replay.max_draft_len} drafts, state {replay.state_dtype},"

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--generation_logits_file",
         type=path_argument,
-        help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices",
+        help="safetensors file to write: per row, named by its index, the float32 logits [tokens, vocab] of its choices; "
+        "-inf for ids that the tokenizer does not have",
     )
     add_running_arguments(parser)
 
@@ -75,8 +76,9 @@ def generate(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.runtime.sampling import SamplingParams
 
-    if args.max_output_len < 1 or args.random_seed < 0:
-        raise UserError("--max_output_len must be 1 or more, and --random_seed 0 or more")
+    for name, least in (("max_output_len", 1), ("random_seed", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is {getattr(args, name)}; it must be {least} or more")
     if args.min_tokens > args.max_output_len:
         raise UserError(f"--min_tokens {args.min_tokens} is more than --max_output_len {args.max_output_len}")
     cache_bytes = prefix_cache_bytes(args)

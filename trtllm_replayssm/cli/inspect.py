@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, path_argument, replay_config
 from trtllm_replayssm.console import bytes_text, count_text, print_line, print_table
+from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
     from trtllm_replayssm.inspection import Report, Subject
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def overridden(subject: Subject, args: argparse.Namespace) -> Subject:
-    """The subject with what the command line says instead."""
+    """The subject with what the command line says instead. Raises UserError for what no model can have."""
+    if args.max_seq_len is not None and args.max_seq_len < 1:
+        raise UserError(f"--max_seq_len is {args.max_seq_len}; it must be 1 or more")
     fields = {name: getattr(args, name) for name in ("dtype", "tp_size", "max_seq_len")}
     given = {name: value for name, value in fields.items() if value is not None}
     return replace(subject, replay=replay_config(args, subject.replay), **given)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import trtllm_replayssm
+from trtllm_replayssm.cli.parser import CommandParser, HelpFormatter
 from trtllm_replayssm.cli.process import EXIT_SIGNAL, Terminated, open_closed_streams, termination_raises
 from trtllm_replayssm.console import LOG_LEVELS, LOGGER, print_error, start_logging
 from trtllm_replayssm.errors import UserError
@@ -40,13 +41,6 @@ EXIT_INTERNAL_ERROR = 3
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Prints defaults, but not the ones that only mean that an option was not given."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trtllm-replayssm",
@@ -55,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "3 the program is at fault; 128 + N ended by signal N.",
     )
     parser.add_argument("--version", action="version", version=f"trtllm-replayssm {trtllm_replayssm.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=CommandParser)
     for name, summary in COMMANDS.items():
         module = import_module(f"trtllm_replayssm.cli.{name.replace('-', '_')}")
         command = commands.add_parser(

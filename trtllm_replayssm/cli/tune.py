@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     listed = candidates(args.windows or WINDOWS, args.state_dtypes or FLOAT_STATES, args.read_dtypes or READ_DTYPES)
     found = rows(subject, setting, listed)
     if args.dry_run:
-        print_candidates(subject, found)
+        print_candidates(subject, found, args.max_slot_bytes)
         return 0
     return tune(args, subject, setting, found)
 
@@ -109,9 +109,15 @@ def subject_and_setting(args: argparse.Namespace) -> tuple[TunedSubject, Setting
     return subject, Setting(args.batch_size or batch, drafts, args.error_tokens)
 
 
-def print_candidates(subject: TunedSubject, found: Sequence[Row]) -> None:
+def print_candidates(subject: TunedSubject, found: Sequence[Row], max_slot_bytes: int | None) -> None:
     columns = ("window", "state", "read", "checkpoint", "copy", "ring", "a request", "note")
-    print_table(title(subject), columns, [(*described(row), row.refused or "") for row in found])
+    print_table(title(subject), columns, [(*described(row), note(row, max_slot_bytes)) for row in found])
+
+
+def note(row: Row, max_slot_bytes: int | None) -> str:
+    """Why a candidate would not be chosen, as far as that needs no measurement."""
+    too_large = row.bytes is not None and max_slot_bytes is not None and row.bytes.total > max_slot_bytes
+    return row.refused or ("more than --max_slot_bytes" if too_large else "")
 
 
 def title(subject: TunedSubject) -> str:

@@ -252,7 +252,9 @@ class EngineConfig:
             raise EngineError(
                 f"{path} does not exist", "--engine_dir must be a folder written by: trtllm-replayssm build"
             ) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise EngineError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{path} cannot be read as JSON: {error}", REBUILD) from None
         if not isinstance(data, dict):
             raise EngineError(f"{path} does not hold a JSON object", REBUILD)

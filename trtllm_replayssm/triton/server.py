@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 KILL_AFTER = 10.0
 #: Seconds in which a model that has lost a rank may tell its clients.
 LAST_WORDS = 5.0
+HOST_HINT = "give an address of this machine, or 0.0.0.0 for all of them"
 #: Lines of the server's log that are kept for an explanation.
 KEPT_LINES = 1000
 SHARED_MEMORY = Path("/dev/shm")
@@ -70,8 +72,11 @@ def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
                 probe.bind((host, port))
                 probe.listen()
             except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise UserError(f"--host {host} cannot be listened at: {reason}", HOST_HINT) from None
                 raise UserError(
-                    f"port {port} of {host} cannot be used: {(error.strerror or str(error)).lower()}",
+                    f"port {port} of {host} cannot be used: {reason}",
                     f"choose another with --{name}_port, or 0 for any",
                 ) from None
             chosen[name] = probe.getsockname()[1]
