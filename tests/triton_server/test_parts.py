@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from served_engine import write_engine
 
 from trtllm_replayssm.errors import EngineError, UserError
@@ -181,6 +183,23 @@ def test_a_server_that_does_not_live_is_started_three_times_more(monkeypatch: py
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def end_slowly() -> None:
+    """As a process does whose GPU takes its time: everything is closed long before there is an exit code."""
+    os.closerange(3, 1024)
+    time.sleep(1)
+    os._exit(3)
+
+
+def test_a_rank_that_ends_slowly_is_missed() -> None:
+    process = mp.get_context("spawn").Process(target=end_slowly)
+    process.start()
+    reader, writer = mp.Pipe(duplex=False)
+    writer.close()
+    said: list[str] = []
+    ranks.Ranks([process], [], [reader], "no folder").watch(lambda error: said.append(str(error)))
+    assert said == ["rank 1 has ended with status 3"]
 
 
 @pytest.mark.parametrize("who", ["another", "rank 0"])

@@ -129,8 +129,21 @@ def wait_for_all(processes: list[Any]) -> list[int | None]:
             return exit_codes
         if any(exit_codes):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        alive = [process.sentinel for process, code in zip(processes, exit_codes) if code is None]
-        wait(alive, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        alive = [process for process, code in zip(processes, exit_codes) if code is None]
+        wait_for_any(alive, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+
+
+def wait_for_any(processes: list[Any], timeout: float | None = None) -> list[Any]:
+    """Those that have ended, once there are any, or after ``timeout`` seconds; their exit codes are known then.
+
+    What a process closes on its way out tells of its end before there is an exit code: seconds before, where a GPU's
+    context is taken down meanwhile.
+    """
+    ready = wait([process.sentinel for process in processes], timeout)
+    ended = [process for process in processes if process.sentinel in ready]
+    for process in ended:
+        process.join()
+    return ended
 
 
 def receive(reader: Connection) -> Report:

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.outputs import RequestId, Update
-from trtllm_replayssm.runtime.ranks import join_group, lost_ranks, rank_main, receive
+from trtllm_replayssm.runtime.ranks import join_group, lost_ranks, rank_main, receive, wait_for_any
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
@@ -86,13 +86,10 @@ class Ranks:
             return
         # Before anything else: whoever is told may end this process at once.
         self.remove_folder()
-        for rank, (process, reader) in enumerate(zip(self.processes, self.reports), 1):
-            if not process.is_alive():
-                report = receive(reader)
-                lost(
-                    EngineError(report.message or f"rank {rank} has ended with status {process.exitcode}", report.hint)
-                )
-                return
+        process = wait_for_any(self.processes)[0]
+        place = self.processes.index(process)
+        report = receive(self.reports[place])
+        lost(EngineError(report.message or f"rank {place + 1} has ended with status {process.exitcode}", report.hint))
 
     def close(self) -> None:
         self.closing = True
