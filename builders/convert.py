@@ -18,6 +18,7 @@ from trtllm_replayssm.builders.accounting import account
 from trtllm_replayssm.builders.checkpoint import ARCHITECTURE, TOKENIZER_FILES, CheckpointConfig, rank_file
 from trtllm_replayssm.builders.families.base import Family, Source
 from trtllm_replayssm.builders.families.registry import architectures, find_family
+from trtllm_replayssm.builders.gates import with_gates_apart
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
 from trtllm_replayssm.builders.hf.quantised import DEQUANTISED, KEPT
@@ -96,8 +97,9 @@ def convert_family(
     config.check_replay()
     sources = account(folder, family, decoder, warn)
     if quantization == "keep":
+        decoder, sources = with_gates_apart(folder, decoder, sources)
         packings = kept_packings(folder, sources, decoder.parameters(tp_size), tp_size, warn)
-        config = replace(config, packings=packings)
+        config = replace(config, decoder=decoder, packings=packings)
     layout = config.rank_layout()
     check_space(output_dir, tp_size * sum(math.prod(shape) * kind.itemsize for kind, shape in layout.values()))
     with staged_folder(output_dir) as staging:

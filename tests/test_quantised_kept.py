@@ -23,6 +23,7 @@ from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
 from trtllm_replayssm.builders.convert import convert, padded
 from trtllm_replayssm.builders.families.base import Source, rows
 from trtllm_replayssm.builders.keeping import is_multiplied, row_order
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.parallel import Parameter, Segment
 from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.inspection import inspect_model
@@ -77,9 +78,12 @@ def kept(packed: Path, target: Path, **options: Any) -> tuple[CheckpointConfig, 
 def same_values(kept_dir: Path, plain_dir: Path, ranks: int) -> None:
     for rank in range(ranks):
         mine, twin = load_rank(kept_dir, rank), load_rank(plain_dir, rank)
-        assert mine.keys() == twin.keys()
-        for name, weight in mine.items():
-            values = dense(weight)
+        every = {name: dense(weight) for name, weight in mine.items()}
+        for name in [name for name in every if name.endswith(".gates.weight")]:
+            joined = name.replace("gates", "in_proj")
+            every[joined] = torch.cat((every[joined], every.pop(name)))
+        assert every.keys() == twin.keys()
+        for name, values in every.items():
             assert values.dtype == twin[name].dtype, name
             assert torch.equal(values, twin[name]), name
 
@@ -287,6 +291,24 @@ def test_rows_of_several_tensors_are_counted_through() -> None:
     found = row_order(rows("x", "y"), ((2, 6), (3, 6)))
     assert found is not None
     assert found.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5 fp8", "qwen3-next fp8", "qwen3.5 compressed", "qwen3.6 moe nvfp4"])
+def test_gates_in_full_precision_stand_apart(name: str, tmp_path: Path) -> None:
+    """q, k, v and z of Gated DeltaNet are kept although b and a, in one projection with them, never are quantised; nothing is
+    divided where the whole projection is in one format."""
+    packed, plain = folders(KEPT[name], tmp_path)
+    config, warnings = kept(packed, tmp_path / "kept", tp_size=2)
+    layers = {prefix: layer for prefix, layer in config.decoder.named_layers() if isinstance(layer, GatedDelta)}
+    assert len(layers) == 3
+    quantised = name != "qwen3.6 moe nvfp4"
+    for prefix, layer in layers.items():
+        assert layer.gates_apart == quantised == (f"{prefix}.in_proj.weight" in config.packings)
+        assert f"{prefix}.gates.weight" not in config.packings
+    assert not any("joined from parts" in warning for warning in warnings)
+    assert CheckpointConfig.read(tmp_path / "kept").decoder == config.decoder
+    whole, _ = kept(plain, tmp_path / "whole")
+    assert not any(layer.gates_apart for _, layer in whole.decoder.named_layers() if isinstance(layer, GatedDelta))
 
 
 def test_nothing_to_keep_is_said(tmp_path: Path) -> None:

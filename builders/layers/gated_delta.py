@@ -16,7 +16,8 @@ class GatedDelta(Recurrent):
     """num_key_heads Hk of key_dim K, num_value_heads Hv of value_dim V; value head i reads key head i // (Hv/Hk).
 
     The rows of ``in_proj`` are q, k, v, z, b, a, each over all heads. beta_scale: 2 where eigenvalues may be negative.
-    gate: activation of z, which multiplies the normed output.
+    gate: activation of z, which multiplies the normed output. gates_apart: b and a have a weight of their own, ``gates``, as
+    where the other rows stay quantised and these are not.
     """
 
     kind = "gated_delta"
@@ -30,6 +31,7 @@ class GatedDelta(Recurrent):
     norm_epsilon: float
     beta_scale: float = 1.0
     gate: Activation = "silu"
+    gates_apart: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -47,9 +49,12 @@ class GatedDelta(Recurrent):
         heads = Segment(self.num_value_heads, self.num_value_heads)
         conv = (key, key, value)
         per_head = Parameter((self.num_value_heads,), 0, (heads,), float32=True, nonzero=False)
-        width = 2 * keys + 2 * values + 2 * self.num_value_heads
+        rows, gates = (*conv, value), (heads, heads)
+        projections = (
+            {"in_proj.weight": rows, "gates.weight": gates} if self.gates_apart else {"in_proj.weight": rows + gates}
+        )
         return {
-            "in_proj.weight": Parameter((width, hidden_size), 0, (*conv, value, heads, heads)),
+            **{name: Parameter((sum(s.size for s in cut), hidden_size), 0, cut) for name, cut in projections.items()},
             "conv1d.weight": Parameter((2 * keys + values, self.conv_kernel), 0, conv),
             "A_log": per_head,
             "dt_bias": per_head,
@@ -81,7 +86,11 @@ class GatedDelta(Recurrent):
         q, k, v = self.sizes
         heads = self.num_value_heads
         projected = net.linear(x, net.weight(f"{name}.in_proj.weight"))
-        qkv, z, b, a = net.split(projected, (q + k + v, v, heads, heads))
+        if self.gates_apart:
+            qkv, z = net.split(projected, (q + k + v, v))
+            b, a = net.split(net.linear(x, net.weight(f"{name}.gates.weight")), (heads, heads))
+        else:
+            qkv, z, b, a = net.split(projected, (q + k + v, v, heads, heads))
         qkv = self.convolved(net, name, qkv, replay)
         A_log, dt_bias = net.weight(f"{name}.A_log"), net.weight(f"{name}.dt_bias")
         o = net.gated_delta(self.attributes(replay), qkv, a, b, A_log, dt_bias, self.state(net, name, replay))
