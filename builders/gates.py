@@ -9,9 +9,10 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source, stack_rows
 from trtllm_replayssm.builders.hf.folder import HfFolder
-from trtllm_replayssm.builders.keeping import row_order
+from trtllm_replayssm.builders.keeping import packing_of, row_order
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.network.packed import Packing
 
 
 def with_gates_apart(
@@ -30,7 +31,7 @@ def with_gates_apart(
 
 
 def divided(folder: HfFolder, source: Source, rows_behind: int) -> tuple[Source, Source] | None:
-    """Sources of the rows before the last ``rows_behind`` and of these; None where their tensors are stored alike or shared."""
+    """Sources of the rows before the last ``rows_behind`` and of these; None where their tensors are kept alike, or shared."""
     shapes = tuple(folder.entries[name].shape for name in source.names)
     order = row_order(source, shapes)
     if order is None:
@@ -42,10 +43,15 @@ def divided(folder: HfFolder, source: Source, rows_behind: int) -> tuple[Source,
     if sum(shape[0] for shape in shapes[:first]) != start or bool((own >= start).any()) or bool((behind < start).any()):
         return None
     names = source.names[:first], source.names[first:]
-    formats = [{name in folder.quantised and folder.quantised[name].format for name in part} for part in names]
-    if formats[0] == formats[1]:
+    packings = [{packed_as(folder, name) for name in part} for part in names]
+    if packings[0] == packings[1]:
         return None
     return picked(names[0], own), picked(names[1], behind - start)
+
+
+def packed_as(folder: HfFolder, name: str) -> Packing | None:
+    """How one tensor can be kept; None in full precision, and in a format that is always dequantised."""
+    return packing_of(folder.quantised[name].format) if name in folder.quantised else None
 
 
 def picked(names: tuple[str, ...], order: Tensor) -> Source:

@@ -312,8 +312,9 @@ def test_no_candidate_within_the_limits() -> None:
     measured = [row(size=100, error=1e-3), row(size=50, error=1e-2)]
     with pytest.raises(UserError, match=r"smallest error is 1\.0e-03, the fewest bytes of a request are 50"):
         chosen(measured, limits(measured, 5e-3, 60))
-    with pytest.raises(UserError, match="no candidate could be measured"):
-        limits([Row(Candidate(4, "float32", "fp8"), refused="no kernel")], None, None)
+    broken = row(error=float("nan"))
+    with pytest.raises(UserError, match=r"no candidate can be had: no kernel; its outputs are no numbers$"):
+        limits([*[Row(Candidate(4, "float32", "fp8"), refused="no kernel")] * 2, broken], None, None)
 
 
 # ---- the command, the file, and build --------------------------------------------------------------------------------

@@ -43,7 +43,10 @@ def sound(rows: Sequence[Row]) -> list[Row]:
     """Raises UserError when there is no such row."""
     found = [row for row in rows if is_sound(row)]
     if not found:
-        raise UserError("no candidate could be measured", "give more --windows, --state_dtypes or --read_dtypes")
+        reasons = dict.fromkeys(row.refused or "its outputs are no numbers" for row in rows)
+        raise UserError(
+            f"no candidate can be had: {'; '.join(reasons)}", "give other --windows, --state_dtypes or --read_dtypes"
+        )
     return found
 
 
