@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from trtllm_replayssm.cli.demo import chosen
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.demo import proofs
+from trtllm_replayssm.demo import models, proofs
 from trtllm_replayssm.demo import subject as subjects
 from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, TRAINED, VOCAB_SIZE
 from trtllm_replayssm.demo.proofs import Demo, Proof, equal, run_demo
@@ -114,6 +114,14 @@ def test_command_fails_with_a_proof(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     captured = capsys.readouterr()
     assert "FAILED" in captured.out and "mamba2 makes of it:\n\ndef f\n" in captured.out
     assert captured.err == "error: 1 of 2 proofs failed\n"
+
+
+def test_what_is_changed_of_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(models.LOGGER, "info", said.append)
+    for name in TRAINED:
+        models.load_checkpoint(TRAINED_FOLDER / name)
+    assert said == [models.FLOOR_LIFTED]
 
 
 def test_a_checkout_has_trained_models_and_a_wheel_goes_without(

@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.console import LOGGER
 from trtllm_replayssm.demo.catalogue import MODELS, SPECIAL_TOKENS, DemoModel
 from trtllm_replayssm.errors import UserError, pip_extra
 
+FLOOR_LIFTED = (
+    "transformers floors the time steps of Nemotron-H at 0.001 in prefills, and in no other step; it is compared with without "
+    "that floor, which released models do not have"
+)
 #: Norms of transformers that scale by ``1 + weight``.
 ZERO_CENTRED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen4ExpTextRMSNorm")
 
@@ -93,13 +98,15 @@ def drawn(name: str, noise: Tensor, zero_centred: bool) -> Tensor:
 
 
 def open_time_step(model: torch.nn.Module) -> None:
-    """Undoes a floor of 0.001 under the time step.
+    """Undoes a floor of 0.001 under the time step, and says so: a comparison with transformers as it is would differ.
 
     transformers applies it in the scan of Nemotron-H, though neither its own one-token step nor the released models do.
     """
-    for module in model.modules():
-        if type(module).__name__ == "NemotronHMamba2Mixer":
-            module.time_step_limit = (0.0, math.inf)  # type: ignore[assignment]
+    mixers = [module for module in model.modules() if type(module).__name__ == "NemotronHMamba2Mixer"]
+    for module in mixers:
+        module.time_step_limit = (0.0, math.inf)  # type: ignore[assignment]
+    if mixers:
+        LOGGER.info(FLOOR_LIFTED)
 
 
 def write_tokenizer(folder: Path) -> None:
