@@ -34,6 +34,7 @@ from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine_config import BuildOptions
 from trtllm_replayssm.runtime.tensorrt.dry_run import dry_run
+from trtllm_replayssm.runtime.tensorrt.plans import unpacked_weights
 from trtllm_replayssm.runtime.tensorrt.refit import fits
 
 SIZES = StepSizes(max_batch_size=4, verify_tokens=REPLAY.verify_tokens, prefill_tokens=64)
@@ -124,6 +125,18 @@ def test_numbers_that_the_gpu_lacks_become_constants(tmp_path: Path) -> None:
     assert kinds(hopper)["DEQUANTIZE"] == algorithms["FP8"]
     assert kinds(ampere)["DEQUANTIZE"] == 0
     assert len(hopper.plan(SIZES, FP8)) > 0
+
+
+def test_groups_that_do_not_divide_the_width_become_constants(tmp_path: Path) -> None:
+    """Blocks of 40 columns of matrices 64 and 96 wide: TensorRT dequantises groups of one size only."""
+    config, weights = checkpoint("qwen3.5 fp8", tmp_path, "bfloat16")
+    parameters = config.decoder.parameters()
+    uneven = [name for name in config.packings if parameters[name].shape[-1] % 40]
+    assert uneven and uneven == unpacked_weights(config, FP4)
+    even = [name for name in config.packings if name not in uneven and not name.startswith("mtp.")]
+    made = emission(config, weights, FP4)
+    assert kinds(made)["DEQUANTIZE"] == len(even)
+    assert len(made.plan(SIZES, FP4)) > 0
 
 
 @sample
