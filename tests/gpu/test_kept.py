@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import synthetic
 
 from trtllm_replayssm.builders.keeping import is_multiplied
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.network.packed import NVFP4_GROUP, PackedWeight, Packing, dense
 from trtllm_replayssm.network.scaled import scaled_linear, suited
 from trtllm_replayssm.plugins.cursors import RowMode
@@ -71,6 +72,28 @@ def test_engine_computes_with_the_values(tmp_path, packing, dtype):
     mine, twin = (logits(replace(engine, weights=weights), ids) for weights in (kept, values))
     assert twin.std() > 0.1
     torch.testing.assert_close(mine, twin, rtol=0, atol=1e-3 * float(twin.std()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gates_with_a_weight_of_their_own(tmp_path, dtype):
+    """b and a lie elsewhere than q, k, v and z, and are the same numbers but for the order of sums."""
+    options, whole = BuildOptions(max_batch_size=2, max_seq_len=64, max_num_tokens=256), synthetic.decoder()
+    layers = tuple(replace(x, gates_apart=True) if isinstance(x, GatedDelta) else x for x in whole.layers)
+    engines = []
+    for name, decoder in (("whole", whole), ("apart", replace(whole, layers=layers))):
+        synthetic.write_engine(tmp_path / name, decoder, options, dtype=dtype, replay=ReplayConfig(window=8))
+        engines.append(Engine.load(tmp_path / name, device="cuda", plugin_impl="cuda"))
+    weights = dict(engines[0].weights)
+    gates = engines[1].weights.keys() - weights.keys()
+    assert gates
+    for name in gates:
+        fused, rows = name.replace("gates", "in_proj"), len(engines[1].weights[name])
+        weights[fused], weights[name] = weights[fused][:-rows], weights[fused][-rows:]
+    ids = torch.randint(0, whole.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected, got = logits(engines[0], ids), logits(replace(engines[1], weights=weights), ids)
+    assert expected.std() > 0.1
+    within = {"bfloat16": 5e-2, "float32": 1e-3}[dtype]
+    torch.testing.assert_close(got, expected, rtol=0, atol=within * float(expected.std()))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 37])
