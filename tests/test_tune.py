@@ -17,6 +17,7 @@ import torch
 from synthetic import LAYERS, REAL_HEADS, decoder, write_checkpoint
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
+from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.cli import tune as command
@@ -37,6 +38,7 @@ from trtllm_replayssm.tuning.drift import WEAK_DECAY, Drift, Request, weak_weigh
 from trtllm_replayssm.tuning.layer import Dtypes, cycle, log_decays, signature, step_info
 from trtllm_replayssm.tuning.measure import Row, Setting, Times, Tuner, rows, spread
 from trtllm_replayssm.tuning.subject import TunedSubject, engine_subject
+from trtllm_replayssm.tuning.tuned import shapes
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, Any] = {
@@ -418,6 +420,18 @@ def test_what_is_no_file_of_tune_is_said_in_words(
     assert main([*build, "--tuned", str(tmp_path / "tuned.json"), "--engine_flavour", "embedded"]) == 1
     error = capsys.readouterr().err
     assert "was not written by tune" in error and "Error" not in error and error.count("\n") == 2
+
+
+def test_layers_whose_recurrences_are_equal_are_one_group() -> None:
+    """However their projections are stored, and whatever stands around them: a choice fits all of them."""
+    delta = LAYERS[2]
+    assert isinstance(delta, GatedDelta)
+    others = (delta, replace(delta, gates_apart=True), replace(delta, output_scale=0.5))
+    (group,) = subject(others).groups()
+    assert group.count == 3
+    same = [shapes(subject((layer,)).checkpoint) for layer in others]
+    assert same[0] == same[1] == same[2] == json.loads(json.dumps(same[0]))
+    assert shapes(subject((replace(delta, beta_scale=2.0),)).checkpoint) != same[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import ReplayConfig
 from trtllm_replayssm.runtime.engine_config import EngineConfig, engine_file
-from trtllm_replayssm.tuning.layer import log_decays, signature
+from trtllm_replayssm.tuning.layer import Attributes, log_decays, signature
 
 #: Names of a recurrent layer's float32 weights, in the order of the plugins' contracts.
 WEIGHTS = ("A_log", "dt_bias", "D")
@@ -21,7 +21,7 @@ WEIGHTS = ("A_log", "dt_bias", "D")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Equal recurrent layers, as one rank sees them. names: prefixes of their weights."""
+    """Layers with equal recurrences, as one rank sees them. layer: the first. names: prefixes of their weights."""
 
     layer: Recurrent
     names: tuple[str, ...]
@@ -57,12 +57,15 @@ class TunedSubject:
 
 
 def recurrent_groups(checkpoint: CheckpointConfig) -> tuple[LayerGroup, ...]:
-    """The recurrent layers of one rank, equal ones together, in the order of the model."""
-    names: dict[Recurrent, list[str]] = {}
+    """The recurrent layers of one rank, equal recurrences together, in the order of the model."""
+    names: dict[Attributes, list[str]] = {}
+    layers: dict[Attributes, Recurrent] = {}
     for name, layer in checkpoint.rank_decoder().named_parts():
         if isinstance(layer, Recurrent):
-            names.setdefault(layer, []).append(name)
-    return tuple(LayerGroup(layer, tuple(found)) for layer, found in names.items())
+            attributes = layer.attributes(ReplayConfig())
+            layers.setdefault(attributes, layer)
+            names.setdefault(attributes, []).append(name)
+    return tuple(LayerGroup(layers[attributes], tuple(found)) for attributes, found in names.items())
 
 
 def engine_subject(folder: Path) -> tuple[TunedSubject, EngineConfig]:

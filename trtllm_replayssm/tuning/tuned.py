@@ -29,9 +29,11 @@ HELD = {"ring_dtype": "ring_dtype", "fold": "replay_fold", "state_rounding": "st
 
 
 def shapes(checkpoint: CheckpointConfig) -> dict[str, Any]:
-    """What times and errors depend on, as JSON values: the recurrent layers of one rank, and the activations' dtype."""
-    groups = recurrent_groups(checkpoint)
-    layers = [{"count": group.count, "layer": to_dict(group.layer)} for group in groups]
+    """What times and errors depend on, as JSON values: the recurrences of one rank's layers, and the activations' dtype."""
+    layers = [
+        {"count": group.count, "kind": group.layer.kind} | to_dict(group.layer.attributes(ReplayConfig()))
+        for group in recurrent_groups(checkpoint)
+    ]
     return {"dtype": checkpoint.dtype, "tp_size": checkpoint.tp_size, "layers": layers}
 
 
