@@ -112,6 +112,9 @@ def test_asked_for_in_vain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     folder = synthetic.write_engine(tmp_path / "engine", options=BuildOptions(max_seq_len=64), text=True)
     line = ["generate", "--engine_dir", str(folder), "--input_text", "a", "--device", "cpu", "--scaled_matmul"]
     assert main(line) != 0
-    assert "has no FP8 weights with a scale a row" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "has no FP8 weights with a scale a row" in said and "hint: convert FP8 weights by tensor or by channel" in said
+    )
     assert main(["bench", "--synthetic_config", str(folder / "config.json"), "--scaled_matmul"]) != 0
     assert "random ones are not quantised" in capsys.readouterr().err

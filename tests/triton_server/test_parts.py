@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import queue
+import shutil
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +32,7 @@ from trtllm_replayssm.triton.installation import Installation
 from trtllm_replayssm.triton.openai.chat import ChatTemplate
 from trtllm_replayssm.triton.options import ServingOptions
 from trtllm_replayssm.triton.replies import Reply, Tensors, Times
-from trtllm_replayssm.triton.repository import write_repository
+from trtllm_replayssm.triton.repository import is_repository, write_repository
 from trtllm_replayssm.triton.server import Ports, TritonServer, choose_ports
 
 PATIENCE = 30
@@ -77,6 +80,27 @@ def test_repository_with_its_engine_can_be_moved(engine: Path, tmp_path: Path) -
     options = ServingOptions.from_parameters({name: value.string_value for name, value in parameters.items()})
     llm = options.load(moved / "tensorrt_llm" / "1")
     assert llm.generate([65], SamplingParams(max_tokens=2)).outputs[0].token_ids  # type: ignore[union-attr]
+
+
+def test_no_room_for_the_engine_of_a_repository(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before anything is copied, and where the disk fills up meanwhile, in one sentence."""
+    options, models = ServingOptions(str(engine)), tmp_path / "models"
+    size = sum(path.stat().st_size for path in engine.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size - 1))
+        with pytest.raises(UserError, match=r"models needs .*, and its disk has .* left"):
+            write_repository(options, models, copy_engine=True)
+        write_repository(options, models)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copy2", fill_up)
+        with pytest.raises(UserError, match=r"models cannot be written: No space left on device$") as caught:
+            write_repository(options, models, copy_engine=True)
+    assert "free some space" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["models"] and is_repository(models)
+
+
+def fill_up(source: Path, target: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(source))
 
 
 def test_repository_replaces_only_its_own(engine: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def check_scaled_matmul(folder: Path, config: EngineConfig) -> None:
     if not any(packing.quant_algo == "FP8" and packing.group_size is None for packing in packings):
         raise EngineError(
             f"{folder} has no FP8 weights with a scale a row",
-            "convert with --quantization keep, or leave out --scaled_matmul",
+            "convert FP8 weights by tensor or by channel with --quantization keep, or leave out --scaled_matmul",
         )
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from trtllm_replayssm.builders.staging import check_folders, staged_folder
+from trtllm_replayssm.builders.staging import check_folders, check_space, staged_folder
 from trtllm_replayssm.triton.options import INSIDE, ServingOptions
 from trtllm_replayssm.triton.tensors import INPUTS, OUTPUTS, TensorSpec
 
@@ -40,6 +40,7 @@ def write_repository(options: ServingOptions, output_dir: str | Path, copy_engin
     if copy_engine:
         copies = {"engine_dir": ENGINE_COPY, "draft_engine_dir": DRAFT_COPY}
         options = options.with_folders({name: INSIDE + copies[name] for name in folders})
+        check_space(output, sum(path.stat().st_size for folder in folders.values() for path in files(folder)))
     with staged_folder(output) as staging:
         (staging / version).mkdir(parents=True)
         (staging / TEXT_MODEL / "1").mkdir(parents=True)
@@ -50,7 +51,15 @@ def write_repository(options: ServingOptions, output_dir: str | Path, copy_engin
         (staging / TEXT_MODEL / "config.pbtxt").write_text(text_config(), encoding="utf-8")
         if copy_engine:
             for name, folder in folders.items():
-                shutil.copytree(folder, staging / version / getattr(options, name))
+                target = staging / version / getattr(options, name)
+                target.mkdir()
+                for path in files(folder):
+                    shutil.copy2(path, target)
+
+
+def files(folder: Path) -> list[Path]:
+    """What an engine folder holds."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file()]
 
 
 def engine_folders(options: ServingOptions) -> dict[str, str]:
