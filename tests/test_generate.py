@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -437,6 +438,20 @@ def test_numbers_that_are_too_small_are_refused_by_name(
 ) -> None:
     assert main(["generate", "--engine_dir", str(engine_dir), "--input_text", "a", option, value]) == 1
     assert capsys.readouterr().err == f"error: {option} is {value}; it must be {least} or more\n"
+
+
+def test_a_damaged_engine_is_an_error_and_no_text(
+    engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(engine_dir, tmp_path / "engine")
+    content = bytearray((folder / "rank0.engine").read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[header:] = b"\xff" * (len(content) - header)
+    (folder / "rank0.engine").write_bytes(content)
+    assert main(["generate", "--engine_dir", str(folder), "--input_text", "a", "--max_output_len", "2"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.strip() == ""
+    assert captured.err.startswith("error: the model computed values that are no numbers (NaN)\nhint: ")
 
 
 def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.builders.layers.mamba2 import Mamba2
 from trtllm_replayssm.builders.model import HybridDecoder, Mtp
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.asynchronous import AsyncScheduler
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine
@@ -601,6 +601,38 @@ def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch:
     for one in asked[1:]:
         assert errors[one.request_id] is None
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9).tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [("plain", {}), ("plain", {"temperature": 0.7, "top_k": 5}), ("ngram", {}), ("mtp", {}), ("draft_model", {})],
+)
+def test_a_prompt_whose_logits_are_no_numbers_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any]
+) -> None:
+    """Of that request alone, which gets no token; its slot serves the next one."""
+    made = scheduler(engine, kind)
+    asked = [request(engine, name, [2 + name] * 5, max_tokens=9, **sampling) for name in range(3)]
+    for one in asked:
+        made.submit(one)
+    run = made.launcher.run
+
+    def damaged(rows: Any, mode: RowMode) -> torch.Tensor:
+        logits = run(rows, mode)
+        if mode == RowMode.ABSORB:
+            logits[1 - rows.first, :, 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(made.launcher, "run", damaged)
+    updates = made.step()
+    monkeypatch.undo()
+    updates += finish(made)
+    errors = {u.request_id: u.error for u in updates if u.finished}
+    assert isinstance(errors[1], EngineError) and "no numbers" in str(errors[1]) and not asked[1].tokens
+    made.submit(again := request(engine, 9, [3] * 9, max_tokens=9, **sampling))
+    finish(made)
+    for one in (asked[0], asked[2], again):
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9, **sampling).tokens
 
 
 def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Draft
 from trtllm_replayssm.runtime.speculation.verification import verify
 
+#: What the host is told instead of a prompt's first token where the model computed values that are no numbers.
+NO_TOKEN = -1
 #: Decides what stays of a draft; see ``verify``.
 Judge = Callable[[Tensor, Sequence[int], Draft, SamplingParams, int], list[int]]
 
@@ -71,7 +73,9 @@ class Launcher:
         slots = list(flight.takers)
         places = to_device([slot - flight.first for slot in slots], torch.long, tokens.device)
         self.sampler.keep(slots, tokens[:, 0].index_select(0, places))
-        flight.tokens, flight.kept = Arriving(tokens), kept_logits(flight, logits, tokens)
+        # Values that are no numbers stay in a state, and a prompt meets every weight: looking once a request is enough.
+        told = tokens if flight.decodes else tokens.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
+        flight.tokens, flight.kept = Arriving(told), kept_logits(flight, logits, tokens)
         for job in flight.takers.values():
             job.ahead += 1
         return flight
@@ -88,7 +92,7 @@ class Launcher:
     # ---- what a step brought -----------------------------------------------------------------------------------------
 
     def tokens(self, flight: Flight) -> dict[int, list[int]]:
-        """New tokens of each slot, once they are on the host; those of rank 0 on every rank."""
+        """New tokens of each slot, once they are on the host; those of rank 0 on every rank. NO_TOKEN where there are none."""
         if flight.tokens is None:
             return {}
         own = flight.tokens.get().tolist()

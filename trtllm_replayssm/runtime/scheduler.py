@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.flight import Flight, News
 from trtllm_replayssm.runtime.job import Job
-from trtllm_replayssm.runtime.launching import Launcher
+from trtllm_replayssm.runtime.launching import NO_TOKEN, Launcher
 from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.placing import keep_prefixes, place, saved
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
@@ -38,6 +38,12 @@ from trtllm_replayssm.runtime.speculation.drafting import drafts_for, kept_by
 from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistics
 
 log = logging.getLogger(__name__)
+
+#: Message and hint for a request whose logits are NaN.
+NO_NUMBERS = (
+    "the model computed values that are no numbers (NaN)",
+    "the engine's file is damaged, or its activations overflow: build it again, or convert with --dtype bfloat16 or float32",
+)
 
 
 class Scheduler:
@@ -256,7 +262,11 @@ class Scheduler:
         try:
             tokens = self.launcher.tokens(flight)
             for slot, new in tokens.items():
-                if self.running.get(slot) is flight.jobs[slot]:
+                if self.running.get(slot) is not flight.jobs[slot]:
+                    continue
+                if new == [NO_TOKEN]:
+                    self.end_all([flight.jobs[slot]], EngineError(*NO_NUMBERS))
+                else:
                     self.take(flight, slot, new)
             if self.drafter is not None:
                 read = [slot for slot, job in flight.jobs.items() if self.running.get(slot) is job]
