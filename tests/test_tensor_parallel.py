@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -159,6 +160,18 @@ def test_user_errors_of_ranks_are_said_once(engines: tuple[Path, Path]) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["error: top_k is -3; it must be an integer, 0 or more"]
     assert done.stdout == ""
+
+
+def test_values_that_are_no_numbers_are_said_once(engines: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(engines[1], tmp_path / "engine")
+    content = bytearray((folder / "rank1.engine").read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[header:] = b"\xff" * (len(content) - header)
+    (folder / "rank1.engine").write_bytes(content)
+    done = generate(folder, "--input_text", "Hello", "--device", "cpu")
+    assert done.returncode == 1 and done.stdout.strip() == ""
+    error, hint = done.stderr.splitlines()
+    assert error == "error: the model computed values that are no numbers (NaN)" and hint.startswith("hint: ")
 
 
 # ---- ranks that are lost ---------------------------------------------------------------------------------------------

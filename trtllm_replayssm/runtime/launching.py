@@ -74,7 +74,9 @@ class Launcher:
         places = to_device([slot - flight.first for slot in slots], torch.long, tokens.device)
         self.sampler.keep(slots, tokens[:, 0].index_select(0, places))
         # Values that are no numbers stay in a state, and a prompt meets every weight: looking once a request is enough.
-        told = tokens if flight.decodes else tokens.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
+        told = tokens
+        if not flight.decodes:
+            told = self.sampler.agree(tokens.masked_fill(logits.amax(-1).isnan(), NO_TOKEN))
         flight.tokens, flight.kept = Arriving(told), kept_logits(flight, logits, tokens)
         for job in flight.takers.values():
             job.ahead += 1

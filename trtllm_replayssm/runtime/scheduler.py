@@ -210,6 +210,10 @@ class Scheduler:
         if self.session.engine.group is not None:
             raise error
         log.debug("a step failed", exc_info=error)
+        self.fail(jobs, error)
+
+    def fail(self, jobs: Iterable[Job], error: Exception) -> None:
+        """The same for what every rank knows."""
         self.tell_all()
         for job in jobs:
             if self.lives(job):
@@ -265,7 +269,7 @@ class Scheduler:
                 if self.running.get(slot) is not flight.jobs[slot]:
                     continue
                 if new == [NO_TOKEN]:
-                    self.end_all([flight.jobs[slot]], EngineError(*NO_NUMBERS))
+                    self.fail([flight.jobs[slot]], EngineError(*NO_NUMBERS))
                 else:
                     self.take(flight, slot, new)
             if self.drafter is not None:
