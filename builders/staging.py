@@ -68,9 +68,19 @@ def check_space(output_dir: Path, needed: int) -> None:
     with output_errors(output_dir):
         free = shutil.disk_usage(folder).free
     if free < needed:
+        left = [str(path) for path in unfinished(output_dir)]
         raise UserError(
-            f"{output_dir} needs {bytes_text(needed)}, and its disk has {bytes_text(free)} left", SPACE_HINT
+            f"{output_dir} needs {bytes_text(needed)}, and its disk has {bytes_text(free)} left",
+            SPACE_HINT + (f"; a run that was killed may have left {', '.join(left)}" if left else ""),
         )
+
+
+def unfinished(output_dir: Path) -> list[Path]:
+    """Folders of earlier runs beside ``output_dir``, or in it where it is a mount point, or of runs that still go on."""
+    target = real(output_dir)
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.\d+\.(tmp|old)")
+    beside = target if os.path.ismount(target) else target.parent
+    return sorted(path for path in beside.iterdir() if pattern.fullmatch(path.name)) if beside.is_dir() else []
 
 
 @contextmanager

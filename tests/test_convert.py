@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -556,6 +557,21 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(conversion, "staged_folder", lambda _: pytest.fail("something was written"))
     refused(tmp_path, tensors, "its disk has 1000 B left")
+
+
+def test_what_killed_runs_left_is_named_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    hint = "free some space, or choose a folder on another disk"
+    for folder in (tmp_path / "out", tmp_path / "not" / "there"):
+        with pytest.raises(UserError, match="needs 11 B, and its disk has 10 B left") as caught:
+            staging.check_space(folder, 11)
+        assert caught.value.hint == hint
+    left, old = tmp_path / ".out.123.tmp", tmp_path / ".out.45.old"
+    for name in (left.name, old.name, ".out.tmp", ".outer.123.tmp", "out.123.tmp"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError) as caught:
+        staging.check_space(tmp_path / "out", 11)
+    assert caught.value.hint == f"{hint}; a run that was killed may have left {left}, {old}"
 
 
 def test_an_output_that_cannot_be_created(converted: Path) -> None:
