@@ -2,7 +2,7 @@
 #pragma once
 #include "types.cuh"
 
-constexpr int STEP_WORDS = 8;
+constexpr int STEP_WORDS = 8, TURN_WORD = 6;
 
 struct Row {
     i64 slot;       // -1 for a padding row
@@ -22,4 +22,20 @@ __device__ __forceinline__ Row load_row(const int* step, int row, int max_tokens
     const int4 head = *reinterpret_cast<const int4*>(step + i64(row) * STEP_WORDS);
     const int query_len = step[i64(row) * STEP_WORDS + 4];
     return {head.x, head.y, head.z, head.w, min(query_len, max_tokens)};
+}
+
+// The row that is taken up as number `turn`, and its number: rows that fold, which takes longer, come first.
+struct RowInTurn : Row {
+    int number;
+};
+
+__device__ __forceinline__ RowInTurn load_row_in_turn(const int* step, int turn, int max_tokens) {
+    const int4* rows = reinterpret_cast<const int4*>(step);
+    constexpr int VECTORS = STEP_WORDS / 4;
+    int4 head = rows[turn * VECTORS], rest = rows[turn * VECTORS + 1];
+    static_assert(TURN_WORD == 6, "rest.z");
+    const int number = turn + rest.z;
+    // Most steps fold all rows or none, and then a row is taken up in its own turn: its plan is there already.
+    if (number != turn) head = rows[number * VECTORS], rest = rows[number * VECTORS + 1];
+    return {{head.x, head.y, head.z, head.w, min(rest.x, max_tokens)}, number};
 }

@@ -10,12 +10,12 @@ from trtllm_replayssm.plugins.cursors import CURSOR_WORDS, STEP_WORDS
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import Kernel, Launch
 
-BLOCK = 128
+THREADS = 256
 
 
 def launch_record(attributes: AdvanceAttributes, rows: int, tokens: int) -> Launch:
-    kernel = Kernel("advance.cu", "advance", BLOCK, (("WINDOW", attributes.window), ("CURSOR_WORDS", CURSOR_WORDS)))
-    return Launch(kernel, (-(-rows // BLOCK), 1, 1), (rows, tokens))
+    defines = (("WINDOW", attributes.window), ("CURSOR_WORDS", CURSOR_WORDS), ("THREADS", THREADS))
+    return Launch(Kernel("advance.cu", "advance", THREADS, defines), (1, 1, 1), (rows, tokens))
 
 
 def advance(

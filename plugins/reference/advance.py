@@ -31,5 +31,7 @@ def advance(
         (Step.SEED, cursors[slots, Cursor.SEED]),
     ):
         step[:, column] = torch.where(live, value, 0)
+    order = torch.argsort(step[:, Step.FOLD_TO] <= step[:, Step.FOLDED], stable=True)
+    step[:, Step.TURN] = order - torch.arange(len(order), device=order.device)
     cursors[slots[live], Cursor.FOLDED] = fold_to[live].to(cursors.dtype)
     return step

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.plugins.cursors import STEP_WORDS
+from trtllm_replayssm.plugins.cursors import STEP_WORDS, Step
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.plugins.reference.read_copy import write_copy
 
@@ -67,6 +67,8 @@ def step_tensor(plans: list[RowPlan]) -> Tensor:
     step = torch.zeros(len(plans), STEP_WORDS, dtype=torch.int32)
     for row, p in enumerate(plans):
         step[row, :5] = torch.tensor([p.slot, p.committed, p.folded, p.fold_to, p.query_len])
+        # Kernels may take rows up in any order: here, the last one first.
+        step[row, Step.TURN] = len(plans) - 1 - 2 * row
     return step
 
 

@@ -67,7 +67,8 @@ def test_no_history_of_steps_loses_a_token(history: tuple[ReplayConfig, list[tup
     committed = folded = 0
     for tokens, length, accepted, mode in steps:
         row = plan(cursors, replay.window, [0], [length], [int(mode)], tokens)[0]
-        slot, before, start, fold_to, query_len, _ = (int(row[c]) for c in Step)
+        slot, before, start, fold_to, query_len, _, turn = (int(row[c]) for c in Step)
+        assert turn == 0
         assert (slot, before, start, query_len) == (0, committed, folded, length)
         h = committed - folded
         if mode == RowMode.ABSORB or (tokens == 1 and h + 1 >= replay.window):
@@ -101,6 +102,7 @@ def test_rows_are_independent_and_padding_is_inert() -> None:
     assert step.shape == (4, STEP_WORDS)
     assert step.dtype == torch.int32
     assert step[:, :5].tolist() == [[3, 40, 40, 43, 3], [-1, 0, 0, 0, 0], [1, 20, 13, 20, 2], [0, 10, 8, 10, 1]]
+    assert step[:, Step.TURN].tolist() == [0, 1, 1, -2], "rows that fold come first: 0, 2, 3, then 1"
     assert cursors[:, Cursor.FOLDED].tolist() == [10, 20, 24, 43]
     assert cursors[:, Cursor.COMMITTED].tolist() == [10, 20, 30, 40]
 

@@ -100,7 +100,8 @@ class Request:
         folded = torch.arange(steps, dtype=torch.int32) * self.step - torch.tensor(histories, dtype=torch.int32)
         plans = step_info(window, histories, self.step, steps, folded=folded)
         plans[-1, Step.FOLD_TO] = self.tokens
-        plans[:, Step.SLOT] = 0
+        # The rows of these plans are steps of one row each.
+        plans[:, Step.SLOT] = plans[:, Step.TURN] = 0
         return plans
 
     def drift(self, attributes: Attributes, dtypes: Dtypes, plugins: Implementation) -> Drift:
