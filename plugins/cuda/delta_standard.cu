@@ -15,7 +15,7 @@
 #include "state_rows.cuh"
 
 constexpr int WARPS = 4;
-constexpr int BLOCKS_AN_SM = sizeof(STATE) == 4 ? 7 : 4;  // at least, by which registers are divided
+constexpr int BLOCKS_AN_SM = sizeof(STATE) == 4 ? 7 : 8;  // at least, by which registers are divided
 constexpr float NORM_EPSILON = 1e-6f;  // plugins/gated_delta.py, L2_EPSILON
 typedef StateRows<STATE, VALUE_DIM, KEY_DIM> Rows;
 
@@ -46,32 +46,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
                    int /*ring_k_stride*/, int /*ring_v_stride*/, int /*ring_g_stride*/, int /*ring_beta_stride*/, ACT* o,
                    STATE* state_out, void* /*ring_k_out*/, void* /*ring_v_out*/, float* /*ring_g_out*/,
                    float* /*ring_beta_out*/) {
-    const int lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * Rows::WARP_ROWS;
+    const WarpRows<Rows, WARPS> warp(step);
+    const int lane = warp.lane, first = warp.first;
     if (first >= VALUE_HEADS * VALUE_DIM) return;
-    const Row row = load_row(step, blockIdx.y, 1);
-    const OwnedRows<Rows> own(lane);
-    const int channel = first + Rows::row(lane) + own.first;
-    ACT* outputs = o + i64(blockIdx.y) * (VALUE_HEADS * VALUE_DIM) + channel;
-    if (row.slot < 0) {
-#pragma unroll
-        for (int i = 0; i < own.COUNT; ++i) outputs[i] = from_float<ACT>(0.0f);
-        return;
-    }
-    const i64 at = row.slot * state_stride + i64(first) * KEY_DIM;
+    o += i64(blockIdx.y) * (VALUE_HEADS * VALUE_DIM);
+    float sums[Rows::HELD] = {};
+    if (warp.row.slot < 0) return warp.answer(o, sums);
+    const i64 at = warp.row.slot * state_stride + i64(first) * KEY_DIM;
     Rows S;
-    if (row.folded > 0)
-        S.load(state + at, lane);
-    else
-        S.clear();
+    warp.load(S, state + at);
 
     const int head = first / VALUE_DIM, key_head = head / (VALUE_HEADS / KEY_HEADS);
     const int gate_at = head * (PER_CHANNEL ? KEY_DIM : 1);
     const ACT* token = qkv + i64(blockIdx.y) * qkv_stride;
-    float q[Rows::PER_LANE], k[Rows::PER_LANE], decay[Rows::PER_LANE], u[own.COUNT], sums[Rows::HELD];
+    float q[Rows::PER_LANE], k[Rows::PER_LANE], decay[Rows::PER_LANE], u[warp.own.COUNT];
     Rows::load_columns(q, token + key_head * KEY_DIM, lane);
     Rows::load_columns(k, token + (KEY_HEADS + key_head) * KEY_DIM, lane);
 #pragma unroll
-    for (int i = 0; i < own.COUNT; ++i) u[i] = to_float(token[2 * KEY_HEADS * KEY_DIM + channel + i]);
+    for (int i = 0; i < warp.own.COUNT; ++i) u[i] = to_float(token[2 * KEY_HEADS * KEY_DIM + warp.held() + warp.own.first + i]);
     const float beta = BETA_SCALE * sigmoid(to_float(b[i64(blockIdx.y) * b_stride + head]));
     load_decays(decay, gate + i64(blockIdx.y) * gate_stride + gate_at, dt_bias + gate_at, expf(A_log[head]), lane);
     float squares[2] = {dot(k, k), dot(q, q)};
@@ -81,26 +73,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
 #pragma unroll
     for (int i = 0; i < Rows::PER_LANE; ++i) k[i] *= k_scale, q[i] *= q_scale;
 
+    const auto decayed = [&](int r, float (&s)[Rows::PER_LANE]) {
+        S.get(r, s);
+#pragma unroll
+        for (int i = 0; i < Rows::PER_LANE; ++i) s[i] *= decay[i];
+    };
 #pragma unroll
     for (int r = 0; r < Rows::HELD; ++r) {
-#pragma unroll
-        for (int i = 0; i < Rows::PER_LANE; ++i) S.v[r][i] *= decay[i];
-        sums[r] = dot(S.v[r], k);
+        float s[Rows::PER_LANE];
+        decayed(r, s);
+        sums[r] = dot(s, k);
     }
     sum_scattered<Rows::LANES>(sums, lane);
 #pragma unroll
-    for (int i = 0; i < own.COUNT; ++i) u[i] = beta * (u[i] - sums[i]);
+    for (int i = 0; i < warp.own.COUNT; ++i) u[i] = beta * (u[i] - sums[i]);
 #pragma unroll
-    for (int r = 0; r < Rows::HELD; ++r) sums[r] = own.of_row(u, r, lane);
+    for (int r = 0; r < Rows::HELD; ++r) sums[r] = warp.own.of_row(u, r, lane);
 #pragma unroll
     for (int r = 0; r < Rows::HELD; ++r) {
+        float s[Rows::PER_LANE];
+        decayed(r, s);
 #pragma unroll
-        for (int i = 0; i < Rows::PER_LANE; ++i) S.v[r][i] = fmaf(sums[r], k[i], S.v[r][i]);
-        sums[r] = dot(S.v[r], q);
+        for (int i = 0; i < Rows::PER_LANE; ++i) s[i] = fmaf(sums[r], k[i], s[i]);
+        sums[r] = dot(s, q);
+        Rows::store<false>(state_out + at, r, s, lane, RandomSource{step, int(blockIdx.y)}, 0);
     }
-    S.store<false>(state_out + at, lane, RandomSource{step, int(blockIdx.y)}, 0);
     sum_scattered<Rows::LANES>(sums, lane);
-    if (!own.owns) return;
-#pragma unroll
-    for (int i = 0; i < own.COUNT; ++i) outputs[i] = from_float<ACT>(sums[i]);
+    warp.answer(o, sums);
 }

@@ -1,9 +1,11 @@
-// A warp's rows of a state [ROWS, COLUMNS] of a head, in float32 registers, for kernels that read and write each element once.
+// A warp's rows of a state [ROWS, COLUMNS] of a head, in registers as they are stored, for kernels that read and write each
+// element once.
 //
 // A row is spread over LANES lanes, 16 bytes of it for a lane and access; a lane holds HELD neighbouring rows.
 #pragma once
 #include "lane_sums.cuh"
 #include "rounding.cuh"
+#include "step.cuh"
 
 template <typename T, int ROWS, int COLUMNS>
 struct StateRows {
@@ -11,11 +13,12 @@ struct StateRows {
     static constexpr int LANES = COLUMNS / VECTOR < 32 ? COLUMNS / VECTOR : 32;
     static constexpr int PER_LANE = COLUMNS / LANES, ACCESSES = PER_LANE / VECTOR;
     static constexpr int held(int most) { return ROWS % (32 / LANES * most) == 0 ? most : held(most / 2); }
-    static constexpr int HELD = held(ACCESSES == 1 ? 8 : 4);
+    // 16-bit elements take twice their registers when they are worked on.
+    static constexpr int MOST = 2 * sizeof(T) / ACCESSES, HELD = held(MOST < 1 ? 1 : MOST);
     static constexpr int WARP_ROWS = 32 / LANES * HELD;
     static_assert(COLUMNS % VECTOR == 0 && 32 % LANES == 0 && PER_LANE % VECTOR == 0 && ROWS % WARP_ROWS == 0);
 
-    float v[HELD][PER_LANE];
+    uint4 stored[HELD][ACCESSES];
 
     // First column of a lane's access, and its first row among the warp's.
     __device__ static int column(int lane, int access) { return VECTOR * (lane % LANES + LANES * access); }
@@ -23,37 +26,36 @@ struct StateRows {
 
     // `rows`: the warp's first row.
     __device__ __forceinline__ void load(const T* rows, int lane) {
-        uint4 stored[HELD][ACCESSES];
 #pragma unroll
         for (int r = 0; r < HELD; ++r)
 #pragma unroll
             for (int a = 0; a < ACCESSES; ++a)
                 stored[r][a] = load_16_bytes(rows + (row(lane) + r) * COLUMNS + column(lane, a));
-#pragma unroll
-        for (int r = 0; r < HELD; ++r)
-#pragma unroll
-            for (int a = 0; a < ACCESSES; ++a) {
-                const u32 words[4] = {stored[r][a].x, stored[r][a].y, stored[r][a].z, stored[r][a].w};
-#pragma unroll
-                for (int e = 0; e < VECTOR; ++e) v[r][VECTOR * a + e] = element<T>(words, e);
-            }
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int r = 0; r < HELD; ++r)
 #pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) v[r][i] = 0.0f;
+            for (int a = 0; a < ACCESSES; ++a) stored[r][a] = {0, 0, 0, 0};
     }
-    // `rows` is element `first` of the slot's state. AT_RANDOM: a 16-bit state is rounded at random.
+    // A lane's columns of its row r.
+    __device__ __forceinline__ void get(int r, float (&x)[PER_LANE]) const {
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            const u32 words[4] = {stored[r][a].x, stored[r][a].y, stored[r][a].z, stored[r][a].w};
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e) x[VECTOR * a + e] = element<T>(words, e);
+        }
+    }
+    // Stores the lane's row r; `rows` is element `first` of the slot's state. AT_RANDOM: a 16-bit state is rounded at random.
     template <bool AT_RANDOM>
-    __device__ __forceinline__ void store(T* rows, int lane, const RandomSource& random, int first) const {
+    __device__ __forceinline__ static void store(T* rows, int r, const float (&x)[PER_LANE], int lane,
+                                                 const RandomSource& random, int first) {
 #pragma unroll
-        for (int r = 0; r < HELD; ++r)
-#pragma unroll
-            for (int a = 0; a < ACCESSES; ++a) {
-                const int at = (row(lane) + r) * COLUMNS + column(lane, a);
-                *reinterpret_cast<uint4*>(rows + at) = packed<T, AT_RANDOM>(&v[r][VECTOR * a], random, first + at);
-            }
+        for (int a = 0; a < ACCESSES; ++a) {
+            const int at = (row(lane) + r) * COLUMNS + column(lane, a);
+            *reinterpret_cast<uint4*>(rows + at) = packed<T, AT_RANDOM>(&x[VECTOR * a], random, first + at);
+        }
     }
     // A lane's columns of a vector of COLUMNS elements.
     template <typename U>
@@ -100,5 +102,37 @@ struct OwnedRows {
     __device__ __forceinline__ static float of_row(const float* owned, int r, int lane) {
         const int owner = lane / Rows::LANES * Rows::LANES + r / COUNT * COPIES<Rows::LANES, Rows::HELD>;
         return __shfl_sync(~0u, owned[r % COUNT], owner);
+    }
+};
+
+// A warp's share of a batch row's step in the ordinary recurrences, which a block of WARPS warps and a row of the grid take on:
+// some rows of the state of all heads, one output each.
+template <typename Rows, int WARPS>
+struct WarpRows {
+    int lane, first;
+    OwnedRows<Rows> own;
+    Row row;
+
+    __device__ __forceinline__ explicit WarpRows(const int* step)
+        : lane(threadIdx.x % 32),
+          first((blockIdx.x * WARPS + threadIdx.x / 32) * Rows::WARP_ROWS),
+          own(lane),
+          row(load_row(step, blockIdx.y, 1)) {}
+    // The first of the rows that the lane holds.
+    __device__ __forceinline__ int held() const { return first + Rows::row(lane); }
+    // The state as it was, zero where there is none. `rows`: the warp's first row.
+    template <typename T>
+    __device__ __forceinline__ void load(Rows& S, const T* rows) const {
+        if (row.folded > 0)
+            S.load(rows, lane);
+        else
+            S.clear();
+    }
+    // Stores the sums that the lane owns as outputs of the batch row.
+    template <typename U>
+    __device__ __forceinline__ void answer(U* outputs, const float (&sums)[Rows::HELD]) const {
+        if (!own.owns) return;
+#pragma unroll
+        for (int i = 0; i < own.COUNT; ++i) outputs[held() + own.first + i] = from_float<U>(sums[i]);
     }
 };

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 #: Threads of a block: four warps, each with some rows of the state.
 THREADS = 128
-#: Bytes that a lane moves with one access, and accesses that it has under way.
-ACCESS_BYTES, ACCESSES = 16, 8
+#: Bytes that a lane moves with one access.
+ACCESS_BYTES = 16
 
 
 def is_standard(window: int, ring_rows: int, tokens: int) -> bool:
@@ -35,7 +35,8 @@ def warp_rows(dims: tuple[int, int], state: torch.dtype) -> int:
     lanes = min(vectors, 32)
     if columns * state.itemsize % ACCESS_BYTES or vectors % lanes or 32 % lanes:
         return 0
-    held = ACCESSES * lanes // vectors
+    # Accesses under way: 16-bit elements take twice their registers when they are worked on.
+    held = 2 * state.itemsize * lanes // vectors
     while held and rows % (32 // lanes * held):
         held //= 2
     return 32 // lanes * held
