@@ -43,33 +43,42 @@ extern "C" __global__ void __launch_bounds__(128)
     ACT* y_row = y + i64(blockIdx.y) * tokens * CHANNELS + channel;
     const i64 ring_slot = row.slot * ring_stride + channel;
 
+    // What depends on nothing but addresses is requested first.
+    Channels loaded[PAST] = {}, next = {};
+#pragma unroll
+    for (int k = 0; k < KERNEL - 1; ++k) {
+        const int token = first - (KERNEL - 1) + k, position = row.committed + token;
+        if (first < valid && position >= 0)
+            loaded[k] = *reinterpret_cast<const Channels*>(token >= 0 ? x_row + i64(token) * x_stride
+                                                                      : ring + ring_slot + position % CONV_ROWS * CHANNELS);
+    }
+    if (first < valid) next = *reinterpret_cast<const Channels*>(x_row + i64(first) * x_stride);
     float past[PAST][VECTOR], taps[VECTOR][KERNEL], shift[VECTOR] = {};
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) load_floats<TAPS>(weight + i64(channel + v) * KERNEL, taps[v]);
     if constexpr (BIAS) load_floats<SHIFTS>(bias + channel, shift);
 #pragma unroll
-    for (int k = 0; k < KERNEL - 1; ++k) {
-        const int token = first - (KERNEL - 1) + k, position = row.committed + token;
-        Channels loaded = {};
-        if (first < valid && position >= 0)
-            loaded = *reinterpret_cast<const Channels*>(token >= 0 ? x_row + i64(token) * x_stride
-                                                                   : ring + ring_slot + position % CONV_ROWS * CHANNELS);
+    for (int k = 0; k < KERNEL - 1; ++k)
 #pragma unroll
-        for (int v = 0; v < VECTOR; ++v) past[k][v] = to_float(loaded.v[v]);
-    }
-    if (first == 0)
-        for (int i = max(0, valid - CONV_ROWS); i < valid; ++i)
-            *reinterpret_cast<Channels*>(ring_out + ring_slot + (row.committed + i) % CONV_ROWS * CHANNELS) =
-                *reinterpret_cast<const Channels*>(x_row + i64(i) * x_stride);
+        for (int v = 0; v < VECTOR; ++v) past[k][v] = to_float(loaded[k].v[v]);
 
-#pragma unroll 4
+    // Threads of the first chunk write the ring: the chunk's tokens as they pass, and those of later chunks.
+    const int kept = first == 0 ? max(0, valid - CONV_ROWS) : valid;
+    ACT* ring_to = ring_out + ring_slot;
+    for (int i = max(kept, last); i < valid; ++i)
+        *reinterpret_cast<Channels*>(ring_to + (row.committed + i) % CONV_ROWS * CHANNELS) =
+            *reinterpret_cast<const Channels*>(x_row + i64(i) * x_stride);
+
+#pragma unroll CHUNK < 4 ? 1 : 4
     for (int i = first; i < last; ++i) {
+        const Channels current = next;
+        if (i + 1 < min(last, valid)) next = *reinterpret_cast<const Channels*>(x_row + i64(i + 1) * x_stride);
         Channels out = {};
         if (i < valid) {
-            const Channels loaded = *reinterpret_cast<const Channels*>(x_row + i64(i) * x_stride);
+            if (i >= kept) *reinterpret_cast<Channels*>(ring_to + (row.committed + i) % CONV_ROWS * CHANNELS) = current;
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
-                const float newest = to_float(loaded.v[v]);
+                const float newest = to_float(current.v[v]);
                 float sum = shift[v];
 #pragma unroll
                 for (int k = 0; k < KERNEL - 1; ++k) {

@@ -26,6 +26,7 @@ def launch_record(
     aligned: bool = True,
 ) -> Launch:
     """aligned: the weights start on 16 bytes, as tensors of TensorRT and fresh torch tensors do."""
+    chunk = 1 if tokens == 1 else CHUNK
     vector = vector_width(a.channels, x_stride, ring_stride, activation)
     defines = (
         ("ACT", CUDA_TYPES[activation]),
@@ -36,12 +37,12 @@ def launch_record(
         ("SILU", int(a.silu)),
         ("BIAS", int(bias)),
         ("VECTOR", vector),
-        ("CHUNK", CHUNK),
+        ("CHUNK", chunk),
         # A vector has a power of two of elements.
         ("ALIGNED", int(aligned and a.kernel.bit_count() == 1)),
     )
     kernel = Kernel("causal_conv.cu", "causal_conv", BLOCK, defines)
-    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // CHUNK))
+    grid = (-(-a.channels // (vector * BLOCK)), rows, -(-tokens // chunk))
     return Launch(kernel, grid, (tokens, x_stride, ring_stride))
 
 
