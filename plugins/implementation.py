@@ -56,39 +56,30 @@ def reference() -> Implementation:
     )
 
 
-def by_state(plain: Callable[..., Any], quantised: Callable[..., Any], pools_at: int = -1) -> Callable[..., Any]:
-    """``plain``, or ``quantised`` where the pools, an argument of both, have a quantised state (plugins/quantised_state.py)."""
+def without_quantised_state(layer: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``run``, whose last argument are pools; raises EngineError where their state is quantised, which it cannot read."""
 
-    def run(*arguments: Any) -> Any:
-        return (quantised if SCALE in arguments[pools_at] else plain)(*arguments)
+    def checked(*arguments: Any) -> Tensor:
+        if SCALE in arguments[-1]:
+            raise EngineError(
+                f"the CUDA kernels of {layer} layers have no quantised states",
+                "use --plugin_impl reference, or build with --state_dtype float16",
+            )
+        return run(*arguments)
 
-    return run
-
-
-def without_quantised_state(layer: str) -> Callable[..., Any]:
-    """Stands for kernels that do not exist; raises EngineError when it is called."""
-
-    def refuse(*_: Any) -> Any:
-        raise EngineError(
-            f"the CUDA kernels of {layer} layers have no quantised states",
-            "use --plugin_impl reference, or build with --state_dtype float16",
-        )
-
-    return refuse
+    return checked
 
 
 @lru_cache
 def cuda() -> Implementation:
     from trtllm_replayssm.plugins.device import advance, causal_conv, gated_delta, kda, mamba2, materialise
-    from trtllm_replayssm.plugins.device import mamba2_quantised as quantised
 
     return Implementation(
         "cuda",
         advance.advance,
         causal_conv.causal_conv,
         mamba2.mamba2,
-        by_state(gated_delta.gated_delta, without_quantised_state("gated_delta")),
-        by_state(kda.kda, without_quantised_state("kda")),
-        # Only Mamba-2 layers come as far as a snapshot with such a state.
-        by_state(materialise.materialise, quantised.materialise, pools_at=1),
+        without_quantised_state("gated_delta", gated_delta.gated_delta),
+        without_quantised_state("kda", kda.kda),
+        materialise.materialise,
     )

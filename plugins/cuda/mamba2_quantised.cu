@@ -43,7 +43,7 @@ __device__ __forceinline__ float value_of(u8 code) {
 }
 __device__ __forceinline__ u8 code_of(float x) {
     if constexpr (FP8) return u8(to_e4m3(x));
-    return u8(static_cast<signed char>(__float2int_rn(x)));
+    return u8(static_cast<signed char>(max(-127, min(127, __float2int_rn(x)))));
 }
 
 // A row of codes, spread over the warp; columns that do not exist are zero.

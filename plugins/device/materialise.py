@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.device.mamba2_quantised import materialise as materialise_quantised
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
@@ -18,6 +19,7 @@ from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_str
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.materialise import check_prefix
 from trtllm_replayssm.plugins.pools import Pool
+from trtllm_replayssm.plugins.quantised_state import SCALE
 from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names, read_dtype_of
 from trtllm_replayssm.plugins.reference.delta_rule import DeltaRule
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence
@@ -51,6 +53,10 @@ def materialise(
     recurrence: Recurrence, pools: dict[str, Tensor], source: int, destination: int, folded: int, prefix_len: int
 ) -> None:
     """See plugins/reference/materialise.py."""
+    # Only Mamba-2 layers come as far as a snapshot with such a state.
+    if isinstance(recurrence, Mamba2Recurrence) and SCALE in pools:
+        materialise_quantised(recurrence, pools, source, destination, folded, prefix_len)
+        return
     check_prefix(source, destination, folded, prefix_len)
     state = pools["state"]
     copies = tuple(pools[name] for name in copy_names(read_dtype_of(pools)))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.device import mamba2 as device
-from trtllm_replayssm.plugins.device.mamba2_quantised import materialise as materialise_on_device
+from trtllm_replayssm.plugins.device.materialise import materialise as materialise_on_device
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.quantised_state import LARGEST, SCALE
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence, mamba2
 from trtllm_replayssm.plugins.reference.materialise import materialise
-from trtllm_replayssm.plugins.reference.quantised_state import dequantise
+from trtllm_replayssm.plugins.reference.quantised_state import dequantise, quantise
 
 DEVICE = "cuda"
 BF16, FP32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
@@ -138,3 +138,20 @@ def test_a_prefix_in_another_slot(history: int, state: torch.dtype) -> None:
         check_states(pools, after, exact["state"], [1])
     else:
         assert all(torch.equal(bits(after[name][1]), bits(pools[name][3])) for name in ("state", SCALE))
+
+
+@FORMATS
+def test_codes_of_a_coarse_scale_stay_in_range(state: torch.dtype) -> None:
+    """Rows so small that their scale is the smallest number there is, and their quotients larger than the largest code."""
+    a, plans, largest = SHAPES["nano"], [harness.RowPlan(3, 516, 500, 500, 0)], {INT8: 93.0, FP8: 320.0}[state]
+    pools = pools_of(a, state, BF16, plans, 0)
+    codes = pools["state"][3].float().clamp(-largest, largest)
+    codes[..., 0] = -largest
+    pools["state"][3].view(INT8).copy_(codes.to(state).view(INT8))
+    pools[SCALE][3], pools["ring_x"][3] = 2.0**-148, 0.0
+    expected, scale = quantise(dequantise(pools["state"][3], pools[SCALE][3]), state)
+    moved, forever = harness.to_device(pools), torch.full((a.num_heads,), -200.0, device=DEVICE)
+    materialise_on_device(Mamba2Recurrence(forever, forever), moved, 3, 1, 500, 516)
+    assert torch.equal(moved[SCALE][1].cpu(), scale) and (scale == 2.0**-149).all()
+    assert torch.equal(moved["state"][1].cpu().float(), expected.float())
+    assert (expected[..., 0].float() == -LARGEST[state]).all()

@@ -18,7 +18,7 @@ from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.inspection import inspect_model
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
-from trtllm_replayssm.plugins.implementation import by_state, reference, without_quantised_state
+from trtllm_replayssm.plugins.implementation import reference, without_quantised_state
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.quantised_state import LARGEST
 from trtllm_replayssm.plugins.reference.mamba2 import Mamba2Recurrence
@@ -190,7 +190,7 @@ def test_kernels_without_quantised_states_refuse_them() -> None:
     attributes = GatedDeltaAttributes(2, 4, 16, 16, 8, 8)
     pools = {name: p.allocate(1) for name, p in attributes.pools(torch.bfloat16, INT8, torch.bfloat16).items()}
     with pytest.raises(EngineError, match="CUDA kernels of gated_delta layers have no quantised states"):
-        by_state(reference().gated_delta, without_quantised_state("gated_delta"))(attributes, pools)
+        without_quantised_state("gated_delta", reference().gated_delta)(attributes, pools)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
