@@ -4,7 +4,7 @@
 #include "read_copy.cuh"
 #include "rows.cuh"
 
-// A warp's rows as they are stored: row g of them is row state_row(g) of the warp's 16, row g + 8 the one two behind.
+// A warp's rows as they are stored, of which a lane has rows g and g + 8.
 template <typename T>
 using StateTile = StatePairs<T>[BLOCKS][2];
 

@@ -1,14 +1,12 @@
 // Outputs from the read copy: y_i = exp(c_e) S0 C_i + sum_j M_ij x_j (names in mamba2_replay.cuh), S0 being the copy's values.
 //
 // A warp takes a whole head. Codes become float16, in which they are exact, times what their block's scale leaves to the
-// operand; they are the first operand of products of 16 rows, 16 columns and 8 tokens. Lane 4 g + t has the 2 TILES rows from
-// 2 TILES g on; row 2 i + h of them is row g + 8 h of tile i. So a lane's outputs of a token are adjacent channels.
+// operand; they are the first operand of products of 16 rows, 16 columns and 8 tokens.
 #pragma once
-#include "mamba2_replay.cuh"
+#include "mamba2_weights.cuh"
 #include "read_copy.cuh"
 
-constexpr int TILES = HEAD_DIM / 16, LANE_ROWS = 2 * TILES;
-constexpr int ENTRY_TILES = (ENTRIES + 7) / 8;
+constexpr int TILES = HEAD_DIM / 16;  // of 16 rows
 // Tokens of a tile that a lane can have: one column of an accumulator when there is one token.
 constexpr int LANE_TOKENS = TOKENS == 1 ? 1 : 2;
 
@@ -46,19 +44,6 @@ struct Words {
             const auto part = static_cast<const vec<u32, STEP>*>(from)[i / STEP];
 #pragma unroll
             for (int k = 0; k < STEP; ++k) v[i + k] = part.v[k];
-        }
-    }
-    __device__ __forceinline__ void store(void* to) const {
-#pragma unroll
-        for (int i = 0; i < N; i += STEP) {
-            if constexpr (STEP == 4)
-                asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(static_cast<u32*>(to) + i), "r"(v[i]), "r"(v[i + 1]),
-                             "r"(v[i + 2]), "r"(v[i + 3])
-                             : "memory");
-            else if constexpr (STEP == 2)
-                static_cast<uint2*>(to)[i / 2] = {v[i], v[i + 1]};
-            else
-                static_cast<u32*>(to)[i] = v[i];
         }
     }
 };
@@ -110,7 +95,7 @@ struct CopyRows {
 
     __device__ __forceinline__ CopyRows(const ReadCopy& copy, int head, int lane) {
         const int g = lane / 4, t = lane % 4;
-        const i64 row = i64(head) * HEAD_DIM + LANE_ROWS * g;
+        const i64 row = i64(head) * HEAD_DIM + g;
         codes = copy.codes + row * ROW_CODES + code_column(t, 0) * READ_BITS / 8;
         scales = copy.scales + row * ROW_SCALES + (READ_BITS == 8 ? 0 : t * (STATE_SIZE / 4) / COPY_BLOCK);
     }
@@ -119,7 +104,7 @@ struct CopyRows {
     }
 };
 
-// Both rows of a lane in a tile.
+// Rows g and g + 8 of a tile.
 struct CopyTile {
     u32 codes[2][CODE_WORDS];
     LaneScales scales[2];
@@ -136,8 +121,8 @@ struct CopyTile {
     __device__ __forceinline__ void load(const CopyRows& rows, int tile) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            load_codes(codes[h], rows.codes + (2 * tile + h) * ROW_CODES);
-            scales[h].load(rows.scales + (2 * tile + h) * ROW_SCALES);
+            load_codes(codes[h], rows.codes + (16 * tile + 8 * h) * ROW_CODES);
+            scales[h].load(rows.scales + (16 * tile + 8 * h) * ROW_SCALES);
         }
     }
     // Keeps the compiler from converting codes where they are loaded: it would wait for memory there.
@@ -301,87 +286,50 @@ __device__ __forceinline__ void multiply_tile(Accumulator (&out)[TOKEN_TILES], c
     }
 }
 
-// d += a b for float32 a and b, a exact in tf32.
-__device__ __forceinline__ void mma_split_b(Accumulator& d, const float (&a)[4], float b0, float b1) {
-    const float high0 = tf32_part(b0), high1 = tf32_part(b1);
-    mma_tf32(d, a, high0, high1);
-    mma_tf32(d, a, b0 - high0, b1 - high1);
-}
-
-// Channels LANE_ROWS g ... of an entry's x.
-using LaneX = Words<TILES>;
-
-// Adds sum_j M_ij x_j. `x(s, e)` is x of entry 8 s + 2 t + e, `weight(n, s, e)` its M of token 8 n + g but for B_j . C_i.
-template <typename X, typename Weight>
-__device__ __forceinline__ void add_entries(HeadOutputs& out, const KeptProducts& bc, const Extent& seq, float D, int lane, X x,
-                                            Weight weight) {
-#pragma unroll
-    for (int s = 0; s < ENTRY_TILES; ++s) {
-        if (s > 0 && 8 * s >= seq.length) continue;
-        const LaneX even = x(s, 0), odd = x(s, 1);
-        float m[TOKEN_TILES][2];
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n) {
-            const float2 products = bc.get(s, n);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int entry = seq.history + 8 * n + lane / 4, j = 8 * s + 2 * (lane % 4) + e;
-                float value = weight(n, s, e) * (e == 0 ? products.x : products.y);
-                if (j == entry) value += D;
-                m[n][e] = j > entry || entry >= seq.length ? 0.0f : value;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const float a[4] = {half_to_float<ACT>(even.v[i], false), half_to_float<ACT>(even.v[i], true),
-                                half_to_float<ACT>(odd.v[i], false), half_to_float<ACT>(odd.v[i], true)};
-#pragma unroll
-            for (int n = 0; n < TOKEN_TILES; ++n) mma_split_b(out.v[i][n], a, m[n][0], m[n][1]);
-        }
-    }
-}
-
-// Turns the products of the codes into outputs.
-template <typename X>
-__device__ __forceinline__ void finish(HeadOutputs& out, const CopyC& c, const KeptProducts& bc, const Decays& decays,
-                                       const Extent& seq, float head_scale, float D, int lane, X x) {
-    const auto scale = [&](int n, int e, float decay) {
-        const float factor = decay * c.unit[n][2 * (lane % 4) + e] * head_scale;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) out.v[i][n].v[e] *= factor, out.v[i][n].v[2 + e] *= factor;
-    };
-    const int t = lane % 4;
-    if constexpr (TOKENS == 1) {
-        const Weights weights(decays, seq.length, lane);
-        scale(0, 0, weights.decay);
-        add_entries(out, bc, seq, D, lane, x, [&](int, int s, int e) { return weights.at(s / 2, 8 * s + 2 * t + e); });
-    } else {
-        float sum_i[TOKEN_TILES];
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n) {
-            sum_i[n] = decays.sum_at(seq.history + 8 * n + lane / 4);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) scale(n, e, decays.decay(0.0f, __shfl_sync(~0u, sum_i[n], 4 * (2 * t + e))));
-        }
-        add_entries(out, bc, seq, D, lane, x, [&](int n, int s, int e) {
-            const int j = (8 * s + 2 * t + e) & 31;
-            return decays.decay(__shfl_sync(~0u, decays.sum[s / 4], j), sum_i[n]) * __shfl_sync(~0u, decays.dt[s / 4], j);
-        });
-    }
-}
-
-// Stores y; `y` is at token 0 and the lane's first channel. Tokens that do not exist become zero.
-__device__ __forceinline__ void store_outputs(const HeadOutputs& out, int tokens, int t, ACT* y) {
+// Turns the products of the codes of head h of the block into outputs.
+__device__ __forceinline__ void finish(HeadOutputs& out, const CopyC& c, const BlockWeights& block, const Extent& seq,
+                                       float head_scale, int h, int lane) {
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll
         for (int e = 0; e < LANE_TOKENS; ++e) {
-            const int i = 8 * n + 2 * t + e;
-            if (i >= TOKENS) continue;
-            LaneX channels;
+            const int i = 2 * (lane % 4) + e;
+            const float factor = block.decay[h][8 * n + i] * c.unit[n][i] * head_scale;
 #pragma unroll
-            for (int k = 0; k < TILES; ++k)
-                channels.v[k] = i < tokens ? pack_pair<ACT>(out.v[k][n].v[e], out.v[k][n].v[2 + e]) : 0;
-            channels.store(y + i64(i) * INNER);
+            for (int k = 0; k < TILES; ++k) out.v[k][n].v[e] *= factor, out.v[k][n].v[2 + e] *= factor;
         }
+#pragma unroll
+    for (int b = 0; b < ENTRY_BLOCKS; ++b) {
+        if (!is_needed(b, seq.length)) continue;
+        Parts<WEIGHT_PARTS> m[TOKEN_TILES][2];
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            const uint4 parts = block.m[h][b][n][lane];
+            m[n][0] = {{parts.x, parts.z}}, m[n][1] = {{parts.y, parts.w}};
+        }
+#pragma unroll
+        for (int k = 0; k < TILES; ++k) {
+            const TransposedBlock x = load_entries<X_UNITS>(block.x[h], b, 2 * k, lane);
+            const Parts<EXACT_PARTS<ACT>> a[4] = {exact_parts<ACT>(x.v[0]), exact_parts<ACT>(x.v[2]), exact_parts<ACT>(x.v[1]),
+                                                  exact_parts<ACT>(x.v[3])};
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; ++n) mma_parts<0, WEIGHT_PARTS>(out.v[k][n], a, m[n][0], m[n][1]);
+        }
+    }
+}
+
+// Stores y; `y` is at token 0 and the head's first channel. Tokens that do not exist become zero.
+__device__ __forceinline__ void store_outputs(const HeadOutputs& out, int tokens, int lane, ACT* y) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n)
+#pragma unroll
+        for (int k = 0; k < TILES; ++k)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // Transposed, a lane has two neighbouring channels of token 8 n + g.
+                const u32 channels = transpose_8x8(pack_pair<ACT>(out.v[k][n].v[2 * half], out.v[k][n].v[2 * half + 1]));
+                const int i = 8 * n + g, channel = 16 * k + 8 * half + 2 * t;
+                if (i < TOKENS) *reinterpret_cast<u32*>(y + i64(i) * INNER + channel) = i < tokens ? channels : 0;
+            }
 }

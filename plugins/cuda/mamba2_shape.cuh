@@ -1,7 +1,7 @@
 // Compile-time sizes of mamba2_step, from its macros:
 //     ACT, STATE (element types; the ring has ACT), HEADS, HEAD_DIM, STATE_SIZE, GROUPS, RING_ROWS, DT_MIN, DT_MAX,
 //     TOKENS (T, 1 to 16), ENTRIES (most history and tokens of a row), HEADS_A_BLOCK (most heads of a group that a block may
-//     take, at most 32: their scalars are spread over a warp), WARPS_AN_SM (resident warps to compile for), STOCHASTIC (1: a
+//     take: their shares of the sequence lie in shared memory), WARPS_AN_SM (resident warps to compile for), STOCHASTIC (1: a
 //     16-bit state is rounded at random).
 #pragma once
 #include "types.cuh"

@@ -38,18 +38,6 @@ __device__ __forceinline__ void mma_tf32(Accumulator& d, const float (&a)[4], fl
 // holds exactly (any 16-bit float) is as good as float32's: 22 of 24 bits.
 __device__ __forceinline__ float tf32_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
-// d += a b for float32 a and b, b exact in tf32.
-__device__ __forceinline__ void mma_split_a(Accumulator& d, const float (&a)[4], float b0, float b1) {
-    float high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        high[i] = tf32_part(a[i]);
-        low[i] = a[i] - high[i];
-    }
-    mma_tf32(d, high, b0, b1);
-    mma_tf32(d, low, b0, b1);
-}
-
 // Transposes the 8 x 8 matrix of 16-bit elements of which a lane holds row g, columns 2t and 2t + 1.
 __device__ __forceinline__ u32 transpose_8x8(u32 pair) {
     u32 out;

@@ -27,13 +27,6 @@ __device__ __forceinline__ Pairs load_pairs(const void* row, int block, int t) {
     return out;
 }
 
-// Pairs 2 half and 2 half + 1 of them.
-template <bool WIDE>
-__device__ __forceinline__ uint2 load_two_pairs(const void* row, int block, int half, int t) {
-    const u16* at = static_cast<const u16*>(row) + 32 * block + (WIDE ? 16 * half + 4 * t : 8 * t + 4 * half);
-    return *reinterpret_cast<const uint2*>(at);
-}
-
 template <bool WIDE>
 __device__ __forceinline__ void store_pairs(void* row, int block, int t, const Pairs& pairs) {
     if constexpr (WIDE) {
@@ -64,24 +57,13 @@ __device__ __forceinline__ void store_update(void* at, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// 8 bytes of a line whose other bytes other warps read at the same time.
-__device__ __forceinline__ uint2 load_8_bytes(const void* at) {
-    uint2 v;
-    asm volatile("ld.global.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
-    return v;
-}
-
-__device__ __forceinline__ void store_streaming(void* at, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 // A lane's four pairs of one row and block of the state, as stored. UPDATE: it is loaded to be written back at once.
 template <typename T>
 struct StatePairs {
     static constexpr int WORDS = 2 * sizeof(T);
     u32 v[WORDS];
 
-    template <bool UPDATE = false>
+    template <bool UPDATE>
     __device__ __forceinline__ void load(const T* row, int block, int t) {
 #pragma unroll
         for (int part = 0; part < WORDS / 4; ++part) {
@@ -91,13 +73,11 @@ struct StatePairs {
         }
     }
     // Stores pairs 2 half and 2 half + 1 as far as they complete 16 bytes: those of a 2-byte state wait for half 1.
-    template <bool UPDATE = false>
     __device__ __forceinline__ void store_half(T* row, int block, int half, int t) const {
         if (WORDS == 4 && half == 0) return;
         T* at = row + 32 * block + (WORDS == 8 ? 16 * half + 4 * t : 8 * t);
         const int first = WORDS == 8 ? 4 * half : 0;
-        const uint4 word = {v[first], v[first + 1], v[first + 2], v[first + 3]};
-        UPDATE ? store_update(at, word) : store_streaming(at, word);
+        store_update(at, {v[first], v[first + 1], v[first + 2], v[first + 3]});
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll

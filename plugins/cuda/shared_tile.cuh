@@ -20,13 +20,18 @@ struct TransposedBlock {
     u32 v[4];
 };
 
-template <int UNITS>
-__device__ __forceinline__ TransposedBlock load_transposed(const void* units, u32 first, u32 unit, u32 lane) {
-    const u32 row = first + lane % 16, at = unit_at<UNITS>(row, unit + lane / 16);
+// `unit`: the lane's, row lane % 16 of the block and unit lane / 16.
+__device__ __forceinline__ TransposedBlock load_transposed_at(const void* unit) {
     TransposedBlock out;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out.v[0]), "=r"(out.v[1]), "=r"(out.v[2]), "=r"(out.v[3])
-                 : "r"(u32(__cvta_generic_to_shared(static_cast<const uint4*>(units) + at)))
+                 : "r"(u32(__cvta_generic_to_shared(unit)))
                  : "memory");
     return out;
+}
+
+template <int UNITS>
+__device__ __forceinline__ TransposedBlock load_transposed(const void* units, u32 first, u32 unit, u32 lane) {
+    const u32 row = first + lane % 16, at = unit_at<UNITS>(row, unit + lane / 16);
+    return load_transposed_at(static_cast<const uint4*>(units) + at);
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtllm_replayssm.plugins.device.mamba2_copy import copy_step_record, read_bits
 from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
 from trtllm_replayssm.plugins.device.mamba2_quantised import quantised_record
-from trtllm_replayssm.plugins.device.mamba2_shape import size_macros
+from trtllm_replayssm.plugins.device.mamba2_shape import head_counts, size_macros
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
@@ -55,9 +55,8 @@ def launch_record(
     if tokens > MAX_VERIFY_TOKENS:
         return prefill_record(a, shape, activation, rows, tokens, strides)
     if read_bits(a):
-        entries, counts = most_entries(a, tokens), head_counts(a, tokens)
-        return copy_step_record(a, shape, state, rows, tokens, entries, counts, (tokens, *strides))
-    return step_record(a, shape, state, rows, tokens, strides)
+        return copy_step_record(a, shape, state, rows, tokens, most_entries(a, tokens), (tokens, *strides))
+    return step_record(a, shape, activation, state, rows, tokens, strides)
 
 
 def recurrent_record(
@@ -96,14 +95,22 @@ def fits_registers(a: Mamba2Attributes, tokens: int) -> bool:
 
 
 def step_record(
-    a: Mamba2Attributes, shape: Macros, state: torch.dtype, rows: int, tokens: int, strides: tuple[int, ...]
+    a: Mamba2Attributes,
+    shape: Macros,
+    activation: torch.dtype,
+    state: torch.dtype,
+    rows: int,
+    tokens: int,
+    strides: tuple[int, ...],
 ) -> Launch:
     warps, entries = a.head_dim // 16, most_entries(a, tokens)
+    resident = max(warps, step_warps(a, activation, state, entries))
+    counts = head_counts(a, tokens, entries, resident)
     tuned = (
         ("TOKENS", tokens),
         ("ENTRIES", entries),
-        ("HEADS_A_BLOCK", most_heads(a, tokens)),
-        ("WARPS_AN_SM", max(warps, step_warps(a.state_size, tokens, entries, a.stochastic_rounding))),
+        ("HEADS_A_BLOCK", max(counts)),
+        ("WARPS_AN_SM", resident),
     )
     kernel = Kernel(
         source="mamba2_step.cu",
@@ -112,31 +119,22 @@ def step_record(
         defines=(*shape, *tuned),
         in_flight=min(4096, 16 * a.state_size * state.itemsize) * warps,
     )
-    heads = heads_per_block(a, rows, tokens)
+    heads = heads_per_block(counts, a, rows, tokens)
     return Launch(kernel, (a.num_heads // heads, rows, 1), (tokens, *strides, heads))
 
 
-def step_warps(state_size: int, tokens: int, entries: int, stochastic: bool) -> int:
+def step_warps(a: Mamba2Attributes, activation: torch.dtype, state: torch.dtype, entries: int) -> int:
     """Warps a multiprocessor should hold, by which registers are divided: as many as fit without spilling."""
-    if state_size > 128 or tokens > 8 or entries > 32 or stochastic:
+    if a.stochastic_rounding and state == torch.float16:
         return 8
-    return 16 if tokens == 1 and entries <= 16 and state_size > 64 else 12
+    taken_apart = activation == torch.float16 and state == torch.float32
+    return 12 if taken_apart or a.state_size > 128 or entries > 32 or a.stochastic_rounding else 16
 
 
-def head_counts(a: Mamba2Attributes, tokens: int) -> list[int]:
-    """Heads that a block may take: all of one group, and few enough for its time steps to fit two registers of a warp."""
-    in_group = a.num_heads // a.n_groups
-    return [n for n in range(1, min(in_group, 32, max(1, 64 // tokens)) + 1) if in_group % n == 0]
-
-
-def most_heads(a: Mamba2Attributes, tokens: int) -> int:
-    return max(head_counts(a, tokens))
-
-
-def heads_per_block(a: Mamba2Attributes, rows: int, tokens: int) -> int:
+def heads_per_block(counts: list[int], a: Mamba2Attributes, rows: int, tokens: int) -> int:
     """As many heads as leave the device enough warps, because the heads of a block share the ring's B."""
     warps, wanted = rows * a.num_heads * a.head_dim // 16, WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED
-    return max(n for n in head_counts(a, tokens) if n == 1 or warps // n >= wanted)
+    return max(n for n in counts if n == 1 or warps // n >= wanted)
 
 
 def mamba2(

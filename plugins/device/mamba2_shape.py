@@ -7,6 +7,9 @@ import math
 from trtllm_replayssm.plugins.launch import Macros
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 
+#: Shared memory that a block may declare (a TensorRT plugin has no more), and that all blocks of a multiprocessor have.
+BLOCK_SHARED_BYTES, SHARED_BYTES = 48 << 10, 220 << 10
+
 #: Largest finite float32: "no upper clamp" in the kernels.
 NO_CLAMP = "3.4028235e38f"
 
@@ -21,3 +24,14 @@ def size_macros(a: Mamba2Attributes) -> Macros:
         ("DT_MIN", f"{float(a.dt_min)!r}f"),
         ("DT_MAX", NO_CLAMP if math.isinf(a.dt_max) else f"{float(a.dt_max)!r}f"),
     )
+
+
+def head_counts(a: Mamba2Attributes, tokens: int, entries: int, warps: int) -> list[int]:
+    """Heads of a group that a block of a step may take: those whose shares of the sequence fit its shared memory
+    (plugins/cuda/mamba2_weights.cuh), of which a multiprocessor is to hold ``warps`` warps."""
+    rows, blocks, tiles = 8 * -(-entries // 8), -(-entries // 16), -(-tokens // 8)
+    head = rows * (2 * a.head_dim + 16) + blocks * (512 * tiles + 64) + 32 * tiles + 4 * rows + 12
+    block = 512 * blocks * tiles + 16 * a.state_size * tiles + rows * (2 * a.state_size + 16) + 256
+    limit = min(BLOCK_SHARED_BYTES, SHARED_BYTES * (a.head_dim // 16) // warps)
+    in_group = a.num_heads // a.n_groups
+    return [n for n in range(1, in_group + 1) if in_group % n == 0 and (n == 1 or block + n * head <= limit)]
