@@ -2,6 +2,7 @@
 
     python -m benchmarks fetch                      # once, where there is a network: the peers' kernels, into .peers
     python -m benchmarks mamba2 --batch 1 64 256    # also gated_delta, kda, or all
+    python -m benchmarks compile-fla                # once: what fla's prefill compiles at first use, in several processes
     python -m benchmarks conv                       # the convolution before a step, and both together
     python -m benchmarks plot RESULT.json
 
@@ -48,6 +49,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     prebuild.add_argument("--peers", type=Path, default=Path(".peers"))
     prebuild.add_argument("--tokens", nargs="+", type=int, default=[1, 4])
     prebuild.add_argument("--state", nargs="+", default=["float32", "bfloat16"], choices=STATES)
+    ahead = commands.add_parser("compile-fla", help="compile the Triton kernels of fla's prefill in several processes")
+    ahead.set_defaults(run=run_compile_fla)
+    ahead.add_argument(
+        "--model", nargs="+", choices=[*MODELS["gated_delta"], *MODELS["kda"]], default=["qwen3.5-35b", "kimi-linear"]
+    )
+    ahead.add_argument("--tokens", type=int, default=2048)
+    ahead.add_argument("--processes", type=int, help="of these; as many as there are cores, 16 at most, if not given")
+    ahead.add_argument("--peers", type=Path, default=Path(".peers"))
     plot = commands.add_parser("plot", help="draw the pictures of a result again")
     plot.set_defaults(run=run_plot)
     plot.add_argument("result", type=Path)
@@ -140,6 +149,18 @@ def run_prebuild(options: argparse.Namespace) -> None:
     from benchmarks.peers.prebuild_flashinfer import prebuild
 
     for line in prebuild(options.peers, options.tokens, options.state):
+        print(line, flush=True)
+
+
+def run_compile_fla(options: argparse.Namespace) -> None:
+    import torch
+
+    from benchmarks.peers.compile_fla import compile_fla
+
+    require_gpu()
+    kinds = [(kind, model) for kind in ("gated_delta", "kda") for model in MODELS[kind] if model in options.model]
+    chosen = [Case(kind, model, 1, options.tokens, torch.float32) for kind, model in kinds]
+    for line in compile_fla(options.peers, chosen, options.processes):
         print(line, flush=True)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtllm_replayssm.plugins.device.delta_prefill import prefill_record, takes_prefill
 from trtllm_replayssm.plugins.device.standard import delta_standard, is_standard, warp_rows
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
 from trtllm_replayssm.plugins.read_copy import FORMATS, copy_names
@@ -75,6 +76,9 @@ def launch_record(
     plain = is_standard(shape.window, shape.ring_rows, tokens) and shape.read_dtype == "same"
     if plain and vectors and warp_rows((shape.value_dim, shape.key_dim), state):
         return delta_standard(shape, activation, state, rows, (tokens, *strides))
+    if tokens > READ_TOKENS[-1] and vectors and takes_prefill(shape, activation, ring):
+        macros = (*sizes(shape, activation, state, ring), *shape.macros)
+        return prefill_record(shape, activation, macros, rows, (tokens, *strides))
     split = slices(shape, rows, tokens) if vectors else 1
     heads = heads_a_block(shape, rows, tokens) if vectors else 1
     kernel = variant(shape, activation, state, ring, tokens, split, vectors, heads)
@@ -121,6 +125,20 @@ def variant(
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
     defines: Macros = (
+        *sizes(shape, activation, state, ring),
+        ("TOKENS", read_tokens),
+        ("HEADS_A_BLOCK", heads),
+        ("SPLIT", split),
+        ("ALIGNED", int(aligned)),
+        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, state, read_tokens)),
+        *shape.macros,
+    )
+    return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
+
+
+def sizes(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, ring: torch.dtype) -> Macros:
+    """Macros of element types and of what a launch does not choose."""
+    return (
         ("ACT", CUDA_TYPES[activation]),
         ("STATE", CUDA_TYPES[state]),
         ("RING", CUDA_TYPES[ring]),
@@ -130,16 +148,9 @@ def variant(
         ("VALUE_DIM", shape.value_dim),
         ("WINDOW", shape.window),
         ("RING_ROWS", shape.ring_rows),
-        ("TOKENS", read_tokens),
-        ("HEADS_A_BLOCK", heads),
-        ("SPLIT", split),
         ("DERIVED", int(shape.derived_fold)),
         ("READ_BITS", FORMATS[shape.read_dtype].bits if shape.read_dtype != "same" else 0),
-        ("ALIGNED", int(aligned)),
-        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, state, read_tokens)),
-        *shape.macros,
     )
-    return Kernel(f"{shape.source}.cu", shape.source, 128, defines)
 
 
 def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int) -> int:

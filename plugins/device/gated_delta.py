@@ -62,6 +62,11 @@ def variants() -> list[Kernel]:
         shape = shape_of(replace(attributes, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True, block_heads)
 
+    def prefill(dims, state, rows, activation=bf16, read_dtype="same"):
+        key_dim, value_dim = dims
+        shape = shape_of(GatedDeltaAttributes(16, 32, key_dim, value_dim, 16, 16, read_dtype=read_dtype))
+        return launch_record(shape, activation, state, activation, rows, 2048, ()).kernel
+
     plain = shape_of(GatedDeltaAttributes(16, 32, 128, 128, 1, 1))
     return [
         *(compiled((16, 32), (128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
@@ -92,4 +97,8 @@ def variants() -> list[Kernel]:
         *(compiled((16, 32), (k, 192), fp32, t, read_dtype="nvfp4") for k, t in ((96, 1), (192, 8), (256, 64))),
         *(compiled((16, 32), (128, 128), fp32, t, activation=fp32, read_dtype="fp8") for t in (1, 8, 64)),
         compiled((16, 32), (128, 128), fp32, 1, window=32, read_dtype="nvfp4"),
+        *(prefill((128, 128), s, rows) for s in (fp32, bf16, fp16) for rows in (1, 8)),
+        *(prefill(dims, fp32, rows) for dims in ((64, 64), (64, 128), (128, 64)) for rows in (1, 8)),
+        *(prefill((128, 128), fp32, rows, fp16) for rows in (1, 8)),
+        *(prefill((128, 128), fp32, rows, read_dtype=read) for read in FORMATS for rows in (1, 8)),
     ]

@@ -61,6 +61,10 @@ def variants() -> list[Kernel]:
         shape = shape_of(KdaAttributes(32, key_dim, value_dim, window, rows, bound, read_dtype=read_dtype))
         return variant(shape, activation, state, activation, tokens, split, True)
 
+    def prefill(state, rows, bound=None, value_dim=128, read_dtype="same"):
+        shape = shape_of(KdaAttributes(32, 128, value_dim, 16, 16, bound, read_dtype=read_dtype))
+        return launch_record(shape, bf16, state, bf16, rows, 2048, ()).kernel
+
     plain = shape_of(KdaAttributes(32, 128, 128, 1, 1))
     return [
         *(compiled((128, 128), s, t) for s in (fp32, bf16, fp16) for t in (1, 2, 4, 8, 16, 64)),
@@ -73,4 +77,7 @@ def variants() -> list[Kernel]:
             for read_dtype, s, t in product(FORMATS, (fp32, bf16), (1, 4, 16, 64))
         ),
         *(compiled((128, 128), fp32, t, 4, read_dtype="fp8") for t in (1, 64)),
+        *(prefill(s, rows) for s in (fp32, bf16, fp16) for rows in (1, 8)),
+        *(prefill(fp32, rows, -5.0, value_dim) for value_dim in (64, 128) for rows in (1, 8)),
+        *(prefill(fp32, rows, read_dtype=read) for read in FORMATS for rows in (1, 8)),
     ]

@@ -133,7 +133,7 @@ CASES = [
             pool(32 * 20),
             pool(32 * 20),
         ],
-        dict.fromkeys(PROFILES, "gated_delta"),
+        dict.fromkeys(PROFILES, "gated_delta") | {"prefill": "gated_delta_prefill"},
     ),
     Case(
         "kda",
@@ -159,7 +159,7 @@ CASES = [
             pool(32 * 20 * 128),
             pool(32 * 20),
         ],
-        dict.fromkeys(PROFILES, "kda"),
+        dict.fromkeys(PROFILES, "kda") | {"prefill": "kda_prefill"},
     ),
 ]
 #: Layers whose launch depends on the number of rows by more than the grid's second axis.
