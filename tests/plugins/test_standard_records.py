@@ -60,7 +60,7 @@ def test_whatever_needs_a_ring_or_a_copy_has_another_kernel(layer):
     ids=str,
 )
 def test_rows_of_a_warp(dims, state, rows):
-    """A lane has 32 registers of float32 under way, or 16 of narrower elements; a row that does not divide into accesses and lanes has no such kernel."""
+    """32 registers of a lane hold a float32 state, 16 a narrower one; rows that do not divide have no such kernel."""
     assert warp_rows(dims, state) == rows
 
 
