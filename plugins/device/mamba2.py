@@ -11,7 +11,7 @@ from torch import Tensor
 from trtllm_replayssm.plugins.device.mamba2_copy import copy_step_record, read_bits
 from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
 from trtllm_replayssm.plugins.device.mamba2_quantised import quantised_record
-from trtllm_replayssm.plugins.device.mamba2_shape import head_counts, size_macros
+from trtllm_replayssm.plugins.device.mamba2_shape import size_macros, step_launch
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
@@ -22,8 +22,7 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 
 #: Longest sequence of a row that mamba2_step keeps in registers, by the largest state size.
 MOST_ENTRIES = {128: 64, 256: 48}
-#: Warps a device should be given before a block takes more than one head, for steps of one token and of several: the
-#: fastest of 2048, 4096 and 8192 on an H200 (docs/performance.md).
+#: Warps a device should be given before a block takes more heads, for steps of one token and of several.
 WARPS_WANTED, VERIFY_WARPS_WANTED = 2048, 4096
 
 
@@ -103,24 +102,13 @@ def step_record(
     tokens: int,
     strides: tuple[int, ...],
 ) -> Launch:
-    warps, entries = a.head_dim // 16, most_entries(a, tokens)
-    resident = max(warps, step_warps(a, activation, state, entries))
-    counts = head_counts(a, tokens, entries, resident)
-    tuned = (
-        ("TOKENS", tokens),
-        ("ENTRIES", entries),
-        ("HEADS_A_BLOCK", max(counts)),
-        ("WARPS_AN_SM", resident),
-    )
-    kernel = Kernel(
-        source="mamba2_step.cu",
-        symbol="mamba2_step",
-        block=32 * warps,
-        defines=(*shape, *tuned),
-        in_flight=min(4096, 16 * a.state_size * state.itemsize) * warps,
-    )
-    heads = heads_per_block(counts, a, rows, tokens)
-    return Launch(kernel, (a.num_heads // heads, rows, 1), (tokens, *strides, heads))
+    """The heads of a block share the ring's B, so that it takes as many as leave the device enough warps."""
+    entries, own = most_entries(a, tokens), a.head_dim // 16
+    warps = step_warps(a, activation, state, entries)
+    blocks = -(-(WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED) // own)
+    in_flight = min(4096, 16 * a.state_size * state.itemsize) * own
+    integers = (tokens, *strides)
+    return step_launch("mamba2_step", a, shape, rows, tokens, entries, warps, blocks, in_flight, integers)
 
 
 def step_warps(a: Mamba2Attributes, activation: torch.dtype, state: torch.dtype, entries: int) -> int:
@@ -129,12 +117,6 @@ def step_warps(a: Mamba2Attributes, activation: torch.dtype, state: torch.dtype,
         return 8
     taken_apart = activation == torch.float16 and state == torch.float32
     return 12 if taken_apart or a.state_size > 128 or entries > 32 or a.stochastic_rounding else 16
-
-
-def heads_per_block(counts: list[int], a: Mamba2Attributes, rows: int, tokens: int) -> int:
-    """As many heads as leave the device enough warps, because the heads of a block share the ring's B."""
-    warps, wanted = rows * a.num_heads * a.head_dim // 16, WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED
-    return max(n for n in counts if n == 1 or warps // n >= wanted)
 
 
 def mamba2(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_replayssm.plugins.device.mamba2_shape import head_counts
-from trtllm_replayssm.plugins.launch import Kernel, Launch, Macros
+from trtllm_replayssm.plugins.device.mamba2_shape import step_launch
+from trtllm_replayssm.plugins.launch import Launch, Macros
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.read_copy import FORMATS
 
@@ -32,19 +32,9 @@ def copy_step_record(
 ) -> Launch:
     """shape: macros of sizes and element types. entries: longest history and step of a row. integers: T and the
     strides."""
-    warps = a.head_dim // 16
-    resident = max(warps, step_warps(a, state, tokens, entries))
-    counts = head_counts(a, tokens, entries, resident)
-    tuned = (
-        ("TOKENS", tokens),
-        ("ENTRIES", entries),
-        ("HEADS_A_BLOCK", max(counts)),
-        ("WARPS_AN_SM", resident),
-    )
-    in_flight = a.head_dim * a.state_size * read_bits(a) // 8 * warps
-    kernel = Kernel("mamba2_copy_step.cu", "mamba2_copy_step", 32 * warps, (*shape, *tuned), in_flight)
-    heads = max(n for n in counts if n == 1 or rows * a.num_heads // n >= BLOCKS_WANTED)
-    return Launch(kernel, (a.num_heads // heads, rows, 1), (*integers, heads))
+    in_flight = a.head_dim * a.state_size * read_bits(a) // 8 * (a.head_dim // 16)
+    warps = step_warps(a, state, tokens, entries)
+    return step_launch("mamba2_copy_step", a, shape, rows, tokens, entries, warps, BLOCKS_WANTED, in_flight, integers)
 
 
 def step_warps(a: Mamba2Attributes, state: torch.dtype, tokens: int, entries: int) -> int:

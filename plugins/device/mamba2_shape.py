@@ -1,10 +1,10 @@
-"""Macros that all Mamba-2 kernels share."""
+"""Macros that all Mamba-2 kernels share, and the launch of those for decode and verify steps."""
 
 from __future__ import annotations
 
 import math
 
-from trtllm_replayssm.plugins.launch import Macros
+from trtllm_replayssm.plugins.launch import Kernel, Launch, Macros
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 
 #: Shared memory that a block may declare (a TensorRT plugin has no more), and that all blocks of a multiprocessor have.
@@ -35,3 +35,31 @@ def head_counts(a: Mamba2Attributes, tokens: int, entries: int, warps: int) -> l
     limit = min(BLOCK_SHARED_BYTES, SHARED_BYTES * (a.head_dim // 16) // warps)
     in_group = a.num_heads // a.n_groups
     return [n for n in range(1, in_group + 1) if in_group % n == 0 and (n == 1 or block + n * head <= limit)]
+
+
+def step_launch(
+    symbol: str,
+    a: Mamba2Attributes,
+    shape: Macros,
+    rows: int,
+    tokens: int,
+    entries: int,
+    warps: int,
+    blocks: int,
+    in_flight: int,
+    integers: tuple[int, ...],
+) -> Launch:
+    """entries: longest history and step of a row. warps: that a multiprocessor should hold, by which registers are divided.
+    blocks: that the device should be given before a block takes more heads. integers: all but the last, a block's heads."""
+    own = a.head_dim // 16
+    resident = max(own, warps)
+    counts = head_counts(a, tokens, entries, resident)
+    tuned = (
+        ("TOKENS", tokens),
+        ("ENTRIES", entries),
+        ("HEADS_A_BLOCK", max(counts)),
+        ("WARPS_AN_SM", resident),
+    )
+    kernel = Kernel(f"{symbol}.cu", symbol, 32 * own, (*shape, *tuned), in_flight)
+    heads = max(n for n in counts if n == 1 or rows * a.num_heads // n >= blocks)
+    return Launch(kernel, (a.num_heads // heads, rows, 1), (*integers, heads))
