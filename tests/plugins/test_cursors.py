@@ -107,6 +107,18 @@ def test_rows_are_independent_and_padding_is_inert() -> None:
     assert cursors[:, Cursor.COMMITTED].tolist() == [10, 20, 30, 40]
 
 
+def test_every_row_has_a_turn_and_those_that_fold_come_first() -> None:
+    rows, draw = 300, torch.Generator().manual_seed(0)
+    cursors = torch.zeros(rows, CURSOR_WORDS, dtype=torch.int32)
+    cursors[:, Cursor.COMMITTED] = torch.randint(0, 16, (rows,), generator=draw)
+    slots = torch.where(torch.rand(rows, generator=draw) < 0.9, torch.randperm(rows, generator=draw), -1)
+    step = plan(cursors, 16, slots.tolist(), [4] * rows, [RowMode.DECODE] * rows, 4)
+    order = torch.arange(rows) + step[:, Step.TURN]
+    assert order.sort().values.tolist() == list(range(rows))
+    folds = (step[:, Step.FOLD_TO] > step[:, Step.FOLDED])[order]
+    assert 0 < folds.sum() < rows and not (folds[1:] & ~folds[:-1]).any()
+
+
 @pytest.mark.parametrize("tokens", range(2, MAX_VERIFY_TOKENS + 1))
 def test_history_depends_on_the_window_alone(tokens: int) -> None:
     """A step narrower than 16 tokens does not shorten the history: rows fold only when window would be exceeded."""
