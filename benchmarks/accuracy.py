@@ -4,8 +4,9 @@
 
 CHECKPOINT is a folder written by ``trtllm-replayssm convert``; with ``--dtype float32`` nothing but the state differs between
 variants. Every variant is fed the same tokens, one by one, through steps of a real session: a state is rewritten, rounded
-and replayed as in decoding. It is a benchmark and no command of the program, because it judges the program's options, not an
-engine of its user, and emulates formats that no engine has.
+and replayed as in decoding. On a GPU several variants run side by side (benchmarks/accuracy_runs.py). It is a benchmark and no
+command of the program, because it judges the program's options, not an engine of its user, and emulates formats that no engine
+has.
 
 Writes OUTPUT/NAME.json and NAME.md after each variant, so that a run that is interrupted leaves what it found, and NAME.png at
 the end; NAME is that of the checkpoint's folder. ``python -m benchmarks.accuracy_summary`` puts several into one table.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.accuracy_report import Report, Result
+from benchmarks.accuracy_runs import Forced, compile_kernels, feed_all, prepared
 from benchmarks.accuracy_variants import Variant, variants
 from trtllm_replayssm.bench.machine import machine_info
 from trtllm_replayssm.bench.plots import check_matplotlib
@@ -38,8 +40,6 @@ from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 #: Segments of positions whose drift is shown apart.
 SEGMENTS = 8
-#: Positions whose logits are scored together: a step of a small model is short, and every launch between two counts.
-SCORED = 256
 #: The held-out text that comes with the checkout.
 TEXT = Path(__file__).resolve().parents[1] / "tests" / "data" / "trained" / "held_out.txt"
 
@@ -62,6 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="start no variant that would not end so long after the start"
     )
+    parser.add_argument("--parallel", type=int, default=8, help="variants that run side by side on a GPU")
     parser.add_argument("--device", help="cuda or cpu; by default the GPU where there is one")
     parser.add_argument("--plugin_impl", default="auto", choices=("auto", "reference", "cuda"))
     return parser.parse_args(arguments)
@@ -80,27 +81,6 @@ def pieces(tokenizer: Tokenizer, text: str, rows: int, length: int) -> tuple[Ten
     return torch.tensor(ids[: rows * length], dtype=torch.int32).view(rows, length), len(text.encode()) / len(ids)
 
 
-@torch.no_grad()
-def forced(session: Session, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Feed tokens ``[rows, n]`` one by one; information of the true next tokens, float32 bits ``[rows, n - 1]``, and the most
-    probable ones, int64 ``[rows, n - 1]``, both on the session's device."""
-    rows, length = tokens.shape
-    keep, columns = [1] * rows, tokens.to(session.engine.device).T.contiguous()
-    for slot in range(rows):
-        session.admit(slot)
-    bits, best = [], []
-    for first in range(0, length - 1, SCORED):
-        stop = min(first + SCORED, length - 1)
-        logits = []
-        for position in range(first, stop):
-            logits.append(session.step(columns[position][:, None])[:, 0])
-            session.commit(0, keep)
-        scored, true = torch.stack(logits), columns[first + 1 : stop + 1, :, None].long()
-        bits.append(-scored.log_softmax(-1).gather(-1, true)[..., 0] / math.log(2))
-        best.append(scored.argmax(-1))
-    return torch.cat(bits).T, torch.cat(best).T
-
-
 def segments(positions: int) -> list[int]:
     """Bounds of up to SEGMENTS equal parts of ``positions``."""
     count = min(SEGMENTS, positions)
@@ -108,30 +88,52 @@ def segments(positions: int) -> list[int]:
 
 
 class Comparison:
-    """Runs variants over the same tokens; the first is the baseline."""
+    """Runs variants over the same tokens; the first is the baseline. parallel: how many run side by side, on a GPU."""
 
-    def __init__(self, engine: Engine, tokens: Tensor, bytes_per_token: float) -> None:
+    def __init__(self, engine: Engine, tokens: Tensor, bytes_per_token: float, parallel: int = 1) -> None:
         self.engine, self.tokens, self.bytes_per_token = engine, tokens, bytes_per_token
         self.segments = segments(tokens.shape[1] - 1)
-        self.baseline: tuple[Tensor, Tensor] | None = None
+        on_gpu = engine.device.type == "cuda"
+        #: One for each place in a group. They stay: libraries keep a workspace for every stream that they have seen.
+        self.streams = [torch.cuda.Stream(engine.device) for _ in range(parallel)] if on_gpu else [None]
+        self.baseline: Forced | None = None
 
-    def result(self, variant: Variant) -> Result:
-        start = time.perf_counter()
-        session = Session(variant.engine(self.engine, len(self.tokens)))
-        bits, best = (found.cpu() for found in forced(session, self.tokens))
+    def results(self, group: Sequence[Variant]) -> dict[Variant, Result | Exception]:
+        """What the variants do, as many as there are streams, side by side; an error of one that this machine cannot run.
+
+        Without a baseline the others mean nothing, and are not run.
+        """
+        start, runs = time.perf_counter(), {}
+        outcomes: dict[Variant, Result | Exception] = {}
+        for variant, stream in zip(group, self.streams):
+            try:
+                session = Session(variant.engine(self.engine, len(self.tokens)))
+                runs[variant] = prepared(session, self.tokens, stream)
+            except (UserError, RuntimeError) as error:
+                outcomes[variant] = error
+        if self.baseline is None and group[0] in outcomes:
+            return outcomes
+        try:
+            feed_all(list(runs.values()))
+            found = {variant: run.found() for variant, run in runs.items()}
+        except (UserError, RuntimeError) as error:
+            return outcomes | dict.fromkeys(runs, error)
         seconds = time.perf_counter() - start
-        base_bits, base_best = self.baseline = self.baseline or (bits, best)
+        return outcomes | {variant: self.judged(variant, forced, seconds) for variant, forced in found.items()}
+
+    def judged(self, variant: Variant, found: Forced, seconds: float) -> Result:
+        base = self.baseline = self.baseline or found
         parts = list(zip(self.segments, self.segments[1:]))
-        per_byte = bits.double() / self.bytes_per_token
-        drift = (bits.double() - base_bits.double()).abs()
+        per_byte = found.bits.double() / self.bytes_per_token
+        drift = (found.bits.double() - base.bits.double()).abs()
         return Result(
             name=variant.name,
             emulated=variant.emulated is not None,
             bits_per_byte=per_byte.mean().item(),
             by_position=[per_byte[:, first:last].mean().item() for first, last in parts],
-            agreement=(best == base_best).double().mean().item(),
+            agreement=(found.best == base.best).double().mean().item(),
             drift=[drift[:, first:last].mean().item() for first, last in parts],
-            rewrites=session.rewrites,
+            rewrites=found.rewrites,
             seconds=seconds,
         )
 
@@ -145,7 +147,7 @@ def read_text(path: Path) -> str:
 
 def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
-    for name in ("context_len", "rows"):
+    for name in ("context_len", "rows", "parallel"):
         if getattr(options, name) < (least := 2 if name == "context_len" else 1):
             raise UserError(f"{name} is {getattr(options, name)}; it must be {least} or more")
     check_matplotlib()
@@ -166,7 +168,7 @@ def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_p
 
     Raises UserError when the report cannot be written, or a variant failed.
     """
-    comparison = Comparison(engine, tokens, bytes_per_token)
+    comparison = Comparison(engine, tokens, bytes_per_token, options.parallel)
     about = {
         "command": ["python", "-m", "benchmarks.accuracy", *sys.argv[1:]],
         "machine": machine_info(engine.device),
@@ -181,33 +183,35 @@ def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_p
     report = Report(options.checkpoint_dir.resolve().name, about, comparison.segments)
     baseline, *others = variants(engine, options.windows)
     chosen = dict.fromkeys(variant for word in options.only or [""] for variant in others if word in variant.name)
-    for variant in (baseline, *chosen):
+    listed, size = [baseline, *chosen], len(comparison.streams)
+    if engine.plugins.name == "cuda":
+        compile_kernels([variant.engine(engine, options.rows) for variant in listed])
+    for group in (listed[first : first + size] for first in range(0, len(listed), size)):
         longest = max((result.seconds for result in report.results), default=0.0)
         if time.perf_counter() - start + longest > options.seconds:
-            report.left_out.append(variant.name)
-        elif not measured(comparison, variant, report) and not report.results:
+            report.left_out += [variant.name for variant in group]
+        elif not measured(comparison, group, report):
             break
         report.write(options.output)
     print(*report.write(options.output), *report.plot(options.output), sep="\n")
     if report.failed:
-        raise UserError(f"{len(report.failed)} of {1 + len(chosen)} variants failed: {', '.join(report.failed)}")
+        raise UserError(f"{len(report.failed)} of {len(listed)} variants failed: {', '.join(report.failed)}")
 
 
-def measured(comparison: Comparison, variant: Variant, report: Report) -> bool:
-    """Whether the variant ran. One that fails, on a machine that cannot run it, must not end a long run."""
-    try:
-        result = comparison.result(variant)
-    except (UserError, RuntimeError) as error:
-        report.failed[variant.name] = str(error).partition("\n")[0]
-        print(f"{variant.name} failed: {error}", file=sys.stderr, flush=True)
-        return False
-    report.results.append(result)
-    print(
-        f"{result.name}: {result.bits_per_byte:.5f} bits a byte, same next token {result.agreement:.3%},"
-        f" {result.seconds:.1f} s",
-        flush=True,
-    )
-    return True
+def measured(comparison: Comparison, group: Sequence[Variant], report: Report) -> bool:
+    """Put what a group does into the report; whether there is a baseline. A variant that fails must not end a long run."""
+    for variant, outcome in comparison.results(group).items():
+        if isinstance(outcome, Exception):
+            report.failed[variant.name] = str(outcome).partition("\n")[0]
+            print(f"{variant.name} failed: {outcome}", file=sys.stderr, flush=True)
+            continue
+        report.results.append(outcome)
+        print(
+            f"{outcome.name}: {outcome.bits_per_byte:.5f} bits a byte, same next token {outcome.agreement:.3%},"
+            f" {outcome.seconds:.1f} s",
+            flush=True,
+        )
+    return comparison.baseline is not None
 
 
 def main() -> int:

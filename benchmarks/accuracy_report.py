@@ -28,7 +28,7 @@ class Result:
 
     bits_per_byte: of all positions. by_position: the same of each segment of positions. agreement: share of positions whose
     most probable token is the baseline's. drift: mean absolute difference, in bits, of the true token's information to the
-    baseline's, in each segment. rewrites: state rewrites of all texts. seconds: of the run.
+    baseline's, in each segment. rewrites: state rewrites of all texts. seconds: of the variants that ran with it.
     """
 
     name: str

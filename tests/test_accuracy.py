@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Behind everything else: the package is to be found where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import accuracy, accuracy_summary, read_copy_error
+from benchmarks import accuracy, accuracy_runs, accuracy_summary, read_copy_error
 from benchmarks.accuracy_formats import FORMATS, e4m3
-from benchmarks.accuracy_report import EMULATED
+from benchmarks.accuracy_report import EMULATED, Result
+from benchmarks.accuracy_runs import GraphRun, Run, feed_all, prepared
 from benchmarks.accuracy_variants import BASELINE, Variant, single_copy, suits, variants, written
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.demo.models import make_checkpoint
@@ -31,7 +35,9 @@ from trtllm_replayssm.replay import QUANTISED_STATES, ReplayConfig
 from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.engine_config import BuildOptions
+from trtllm_replayssm.runtime.graphs import Forward, StepShape
 from trtllm_replayssm.runtime.session import Session
+from trtllm_replayssm.runtime.steps import PackedSteps
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 FAMILIES = ("nemotron_h", "qwen3_next", "kimi_linear")
@@ -132,9 +138,15 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made("nemotron_h", tmp_path_factory.mktemp("one"))
 
 
+def measured(comparison: accuracy.Comparison, variant: Variant) -> Result:
+    result = comparison.results([variant])[variant]
+    assert isinstance(result, Result)
+    return result
+
+
 def test_variants_differ_as_their_precision_says(made: Made) -> None:
     comparison = accuracy.Comparison(made.engine, made.tokens, 1.0)
-    results = {v.name: comparison.result(v) for v in variants(made.engine, [4, 16])}
+    results = {v.name: measured(comparison, v) for v in variants(made.engine, [4, 16])}
     base = results[BASELINE]
     with torch.no_grad():
         logits = made.model(input_ids=made.tokens.long(), use_cache=False).logits.float()
@@ -177,9 +189,10 @@ def test_variants_differ_as_their_precision_says(made: Made) -> None:
 def first_state(made: Made, variant: Variant) -> tuple[Tensor, Tensor]:
     """The first recurrent layer's pool after all tokens, and the last logits."""
     session = Session(variant.engine(made.engine, ROWS))
-    bits, _ = accuracy.forced(session, made.tokens)
+    run = prepared(session, made.tokens, None)
+    feed_all([run])
     name = next(name for name in session.pools if name.endswith(".state"))
-    return session.pools[name], bits
+    return session.pools[name], run.found().bits
 
 
 def test_a_read_copy_never_enters_the_checkpoint(made: Made) -> None:
@@ -215,6 +228,50 @@ def test_only_slots_that_fold_are_rewritten() -> None:
     step[:, Step.FOLD_TO] = torch.tensor([9, 4, 7])
     marks = written(step, torch.empty(4, 2, 3, 3))
     assert marks.shape == (4, 1, 1, 1) and marks.flatten().tolist() == [False, False, True, False]
+
+
+class Stepwise:
+    """Stands for CUDA graphs, and for their stream: what would be captured is computed at each replay."""
+
+    def __init__(self, *_: Any) -> None:
+        self.captured: dict[StepShape, Any] = {}
+
+    def get(self, shape: StepShape, forward: Forward) -> Any:
+        if shape not in self.captured:
+            inputs = torch.zeros(shape.input_size, dtype=torch.int32)
+            _, slots, lengths, _ = shape.inputs(inputs)
+            slots.fill_(-1), lengths.fill_(1)
+            forward(shape, inputs)
+            graph = SimpleNamespace(replay=partial(forward, shape, inputs))
+            self.captured[shape] = SimpleNamespace(inputs=inputs, graph=graph)
+        return self.captured[shape]
+
+    def wait_stream(self, stream: Any) -> None:
+        assert stream is None
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("window", [1, 16])
+def test_tokens_that_never_leave_the_device(made: Made, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU captures, a token from text to score, against a session's steps and commits; tests/gpu has the graphs."""
+    monkeypatch.setattr(accuracy_runs, "StepGraphs", Stepwise)
+    monkeypatch.setattr(accuracy_runs, "SCORED", 8)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    engine = Variant("any", ReplayConfig(window=window)).engine(made.engine, ROWS)
+    plain, captured = Session(engine), Session(engine)
+    steps = PackedSteps(engine, captured.cursors, captured.pools, captured.staging, False)
+    stream: Any = Stepwise()
+    runs = [Run(plain, made.tokens), GraphRun(captured, made.tokens, steps, stream)]
+    feed_all(runs)
+    wanted, found = (run.found() for run in runs)
+    # A graph sees more of the KV cache than a step of a CPU, and sums in another order.
+    torch.testing.assert_close(found.bits, wanted.bits, rtol=0, atol=1e-5)
+    assert torch.equal(wanted.best, found.best)
+    assert wanted.rewrites == found.rewrites == ROWS * ((LENGTH - 1) // window)
+    assert torch.equal(plain.host, captured.cursors)
 
 
 def test_errors_of_read_copies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,14 +348,15 @@ def test_a_variant_that_fails_is_named_and_the_rest_goes_on(
     one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    result = accuracy.Comparison.result
 
-    def failing(comparison: accuracy.Comparison, variant: Variant) -> Any:
-        if variant.name == "nvfp4 single copy, window 16":
-            raise RuntimeError("out of registers\nand more")
-        return result(comparison, variant)
+    def failing(state: Tensor) -> Tensor:
+        raise RuntimeError("out of registers\nand more")
 
-    monkeypatch.setattr(accuracy.Comparison, "result", failing)
+    def listed(engine: Engine, windows: Any) -> Any:
+        for v in variants(engine, windows):
+            yield replace(v, emulated=single_copy(failing)) if v.name == "nvfp4 single copy, window 16" else v
+
+    monkeypatch.setattr(accuracy, "variants", listed)
     assert command(one, tmp_path, monkeypatch, "--only", "nvfp4 single") == 1
     assert capsys.readouterr().err.endswith("error: 1 of 3 variants failed: nvfp4 single copy, window 16\n")
     report = json.loads((tmp_path / "out" / f"{one.checkpoint.name}.json").read_text())
@@ -310,8 +368,10 @@ def test_a_variant_that_fails_is_named_and_the_rest_goes_on(
 def test_bits_are_over_bytes(one: Made) -> None:
     tokens, size = accuracy.pieces(Tokenizer(one.checkpoint), "ab\u20ac" * 4, 2, 10)
     assert size == 1.0 and tokens.shape == (2, 10)
-    whole = accuracy.Comparison(one.engine, one.tokens[:, :6], 1.0).result(Variant(BASELINE, ReplayConfig(window=1)))
-    half = accuracy.Comparison(one.engine, one.tokens[:, :6], 2.0).result(Variant(BASELINE, ReplayConfig(window=1)))
+    whole, half = (
+        measured(accuracy.Comparison(one.engine, one.tokens[:, :6], size), Variant(BASELINE, ReplayConfig(window=1)))
+        for size in (1.0, 2.0)
+    )
     assert half.bits_per_byte == pytest.approx(whole.bits_per_byte / 2)
     with pytest.raises(UserError, match="the text has 5 tokens"):
         accuracy.pieces(Tokenizer(one.checkpoint), "short", 2, 10)

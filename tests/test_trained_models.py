@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.accuracy import Comparison, pieces
 from benchmarks.accuracy_formats import FORMATS
+from benchmarks.accuracy_report import Result
 from benchmarks.accuracy_variants import Variant, single_copy
 from trtllm_replayssm import LLM, SamplingParams
 from trtllm_replayssm.builders.convert import convert
@@ -44,9 +45,16 @@ class Trained:
     engine: Engine
     tokens: torch.Tensor
 
-    def comparison(self) -> Comparison:
-        """Its baseline, the first result, has a float32 state that is rewritten at every token."""
-        return Comparison(self.engine, self.tokens, 1.0)
+    def comparison(self) -> Callable[[Variant], Result]:
+        """Measures variants. The first, the baseline, is to have a float32 state that is rewritten at every token."""
+        made = Comparison(self.engine, self.tokens, 1.0)
+
+        def measured(variant: Variant) -> Result:
+            result = made.results([variant])[variant]
+            assert isinstance(result, Result)
+            return result
+
+        return measured
 
 
 @pytest.fixture(scope="module", params=TRAINED)
@@ -65,12 +73,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_bits_per_byte_and_narrow_states(trained: Trained) -> None:
     """One pass over the text a variant: transformers' figure; read copies cost next to nothing, narrow states more."""
-    comparison = trained.comparison()
+    measured = trained.comparison()
     plain, usual = ReplayConfig(window=1), ReplayConfig(window=16)
-    standard = comparison.result(Variant("standard", plain))
-    replayed = comparison.result(Variant("window", usual))
-    copied = comparison.result(Variant("copy", replace(usual, state_read_dtype="nvfp4")))
-    single = comparison.result(Variant("single", plain, single_copy(FORMATS["nvfp4"])))
+    standard = measured(Variant("standard", plain))
+    replayed = measured(Variant("window", usual))
+    copied = measured(Variant("copy", replace(usual, state_read_dtype="nvfp4")))
+    single = measured(Variant("single", plain, single_copy(FORMATS["nvfp4"])))
 
     with torch.no_grad():
         logits = trained.model(input_ids=trained.tokens.long(), use_cache=False).logits

@@ -20,12 +20,6 @@ __device__ __forceinline__ void warp_argmax(float& value, int& index) {
     }
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-    return x;
-}
-
 // Bit g: group g is one of the TOPK_GROUP whose two best scores add up to most. choice: [EXPERTS] of one token.
 __device__ __forceinline__ u32 kept_groups(const float* choice, int lane) {
     float best = LOWEST, second = LOWEST;

@@ -6,7 +6,7 @@ sized for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, slot_stride, token_stride
 
-#: Keys that a block should have at least, and blocks that a device should be given.
-FEWEST_KEYS, BLOCKS_WANTED = 128, 264
+#: Keys that a block should have at least, and blocks that a device should be given: more in float32, whose blocks wait longer.
+FEWEST_KEYS, BLOCKS_WANTED, WIDE_BLOCKS_WANTED = 128, 264, 528
 #: Most channels of a value that a block sums.
 MOST_VALUES = 256
+#: Queries of a block's tile: rows of a tensor core's operand in 16 bits, registers of a lane in float32.
+TILE, WIDE_TILE = 16, 8
 
 
 def cache_update(cache: Tensor, x: Tensor, step: Tensor, block: int = 1) -> None:
@@ -60,7 +62,7 @@ def rope_kernel(dtype: torch.dtype, heads: int, width: int, dim: int, interleave
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention layer on one rank. window: tokens that a token sees; None for all."""
+    """Sizes of an attention layer on one rank. window: tokens that a token sees; None for all. wide: float32."""
 
     heads: int
     kv_heads: int
@@ -68,10 +70,16 @@ class AttentionShape:
     value_width: int
     scale: float
     window: int | None = None
+    wide: bool = False
+
+    def queries(self, tokens: int) -> int:
+        """Of a block's tile."""
+        return min(self.heads // self.kv_heads * tokens, WIDE_TILE) if self.wide else TILE
 
     def tiles(self, tokens: int) -> int:
         """Blocks of a row that read the same keys."""
-        return self.kv_heads * -(-self.heads // self.kv_heads * tokens // 16) * (self.value_width // self.value_tile)
+        tiles = -(-self.heads // self.kv_heads * tokens // self.queries(tokens))
+        return self.kv_heads * tiles * (self.value_width // self.value_tile)
 
     @property
     def value_tile(self) -> int:
@@ -80,22 +88,28 @@ class AttentionShape:
     @property
     def suited(self) -> bool:
         """Whether the kernel takes it."""
-        return self.width % 32 == 0 and self.value_tile % 64 == 0 and self.value_width % self.value_tile == 0
+        width, values = (4, 32) if self.wide else (32, 64)
+        return self.width % width == 0 and self.value_tile % values == 0 and self.value_width % self.value_tile == 0
 
     def parts(self, rows: int, tokens: int, kv_len: int) -> int:
         """Into how many parts the keys are divided: enough for a busy device, none too short."""
-        wanted = -(-BLOCKS_WANTED // (rows * self.tiles(tokens)))
+        blocks = WIDE_BLOCKS_WANTED if self.wide else BLOCKS_WANTED
+        wanted = -(-blocks // (rows * self.tiles(tokens)))
         return max(1, min(wanted, kv_len // FEWEST_KEYS))
 
 
 def decode_attention(shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, step: Tensor, kv_len: int) -> Tensor:
-    """See Network.attention; 16-bit q ``[rows, T, H, D]`` and caches, of which no row has more than ``kv_len`` positions."""
+    """See Network.attention; q ``[rows, T, H, D]`` and caches in one dtype, of which no row has more than ``kv_len`` positions.
+
+    shape: ``wide`` where that is float32.
+    """
     (rows, tokens, heads, _), flat = q.shape, q.flatten(2)
     out = torch.empty(rows, tokens, heads, shape.value_width, dtype=q.dtype, device=q.device)
     parts = shape.parts(rows, tokens, kv_len)
     kernel = attention_kernel(shape, q.dtype, tokens, parts > 1)
-    # Whole groups of 16 keys for each of the block's four warps.
-    part_keys = -(-kv_len // (64 * parts)) * 64
+    # Whole groups of 16 keys, or 32, for each of the block's four warps.
+    group = 128 if shape.wide else 64
+    part_keys = -(-kv_len // (group * parts)) * group
     strides = (*k.stride()[:3], *v.stride()[:3])
     partial = None
     if parts > 1:
@@ -110,7 +124,6 @@ def decode_attention(shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, ste
 
 def attention_kernel(shape: AttentionShape, dtype: torch.dtype, tokens: int, partial: bool) -> Kernel:
     defines = (
-        ("ACT", CUDA_TYPES[dtype]),
         ("HEADS", shape.heads),
         ("KV_HEADS", shape.kv_heads),
         ("WIDTH", shape.width),
@@ -121,7 +134,9 @@ def attention_kernel(shape: AttentionShape, dtype: torch.dtype, tokens: int, par
         ("SCALE", f"{float(shape.scale)!r}f"),
         ("PARTIAL", int(partial)),
     )
-    return Kernel("decode_attention.cu", "decode_attention", 128, defines)
+    if shape.wide:
+        return Kernel("wide_attention.cu", "wide_attention", 128, (*defines, ("QUERIES", shape.queries(tokens))))
+    return Kernel("decode_attention.cu", "decode_attention", 128, (("ACT", CUDA_TYPES[dtype]), *defines))
 
 
 def sum_kernel(dtype: torch.dtype, value_width: int) -> Kernel:
@@ -136,6 +151,7 @@ def variants() -> list[Kernel]:
     return [
         *(attention_kernel(shape, bf16, t, p) for shape in (nano, qwen, latent) for t in (1, 4) for p in (False, True)),
         attention_kernel(sliding, torch.float16, 1, False),
+        *(attention_kernel(replace(s, wide=True), torch.float32, 4, p) for s, p in ((nano, False), (latent, True))),
         sum_kernel(bf16, 128),
         sum_kernel(bf16, 512),
         cache_kernel(2, 16, 16),

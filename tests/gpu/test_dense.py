@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trtllm_replayssm.network.cuda_backend import wide_linear
 from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
 
 NAN = float("nan")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -103,15 +105,19 @@ SHAPES = {
     "many": attention.AttentionShape(6, 3, 64, 64, 0.125),
     "latent": attention.AttentionShape(16, 1, 576, 512, 192**-0.5),
     "sliding": attention.AttentionShape(8, 2, 96, 192, 0.1, 37),
+    "small_latent": attention.AttentionShape(4, 1, 80, 64, 0.125, wide=True),
 }
+DTYPES_OF_SHAPES = [
+    (name, dtype) for name in SHAPES for dtype in FLOATS if dtype == torch.float32 or not SHAPES[name].wide
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 16])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), DTYPES_OF_SHAPES, ids=str)
 @pytest.mark.parametrize(("rows", "positions"), [(5, 150), (2, 700)])
 def test_decode_attention(dtype, tokens, name, rows, positions):
-    shape, rng = SHAPES[name], random.Random(tokens * 100 + rows)
+    shape, rng = replace(SHAPES[name], wide=dtype == torch.float32), random.Random(tokens * 100 + rows)
+    assert shape.suited
     plans = plans_of(rng, rows, tokens, positions)
     slots = rows + 2
     cache = torch.full((slots, shape.kv_heads, positions, shape.width), NAN, dtype=dtype, device="cuda")

@@ -60,13 +60,14 @@ def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor
 
 @contextmanager
 def kernels_in_torch() -> Iterator[None]:
-    """CudaNetwork runs on a CPU with float32 engines, whose attention and experts need no kernel."""
+    """CudaNetwork runs on a CPU with float32 engines; attention and experts by torch's operations."""
     with (
         patch.object(norms, "rms_norm", rms_norm),
         patch.object(elementwise, "gated", gated),
         patch.object(elementwise, "relu2", relu2),
         patch.object(attention, "cache_update", cache_update),
         patch.object(attention, "rope", rope),
+        patch.object(attention.AttentionShape, "suited", False),
         patch.object(experts, "suited", lambda *_: False),
         patch.object(experts, "MOST_EXPERTS", 0),
     ):

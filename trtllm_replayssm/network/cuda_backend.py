@@ -113,9 +113,9 @@ class CudaNetwork(TorchNetwork):
         self, q: Any, k: Tensor, v: Tensor, scale: float, window: int | None, selected: Tensor | None
     ) -> Tensor:
         q = resolved(q)
-        shape = attention.AttentionShape(q.shape[2], k.shape[1], q.shape[3], v.shape[3], scale, window)
-        narrow = q.dtype == k.dtype and q.itemsize == 2
-        if selected is None and narrow and shape.suited and q.shape[1] <= MAX_VERIFY_TOKENS:
+        wide, known = q.dtype == torch.float32, q.dtype == k.dtype in FLOATS
+        shape = attention.AttentionShape(q.shape[2], k.shape[1], q.shape[3], v.shape[3], scale, window, wide)
+        if selected is None and known and shape.suited and q.shape[1] <= MAX_VERIFY_TOKENS:
             return attention.decode_attention(shape, q, k, v, self.step, self.kv_len)
         return super()._attention(q, k, v, scale, window, selected)
 

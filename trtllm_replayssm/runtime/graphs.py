@@ -66,11 +66,14 @@ class Captured:
 class StepGraphs:
     """Graphs of one session by shape."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """stream: captures them; by default all sessions'. Graphs that run at the same time need each its own, because what a
+        library does on one stream is done in one workspace.
+        """
         self.device = device
         self.captured: dict[StepShape, Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
-        self.stream = capture_stream(device)
+        self.stream = stream or capture_stream(device)
 
     def get(self, shape: StepShape, forward: Forward) -> Captured:
         """The graph for this shape, captured now if it has not been.
