@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.accuracy_variants import BASELINE
+from benchmarks.accuracy_variants import BASELINE, usual
 from trtllm_replayssm.bench.plots import save_plot
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.files import output_file
@@ -109,8 +109,10 @@ class Report:
         return "" if result.name == BASELINE else f"{result.bits_per_byte / self.results[0].bits_per_byte - 1:+.4%}"
 
     def plot(self, folder: Path) -> list[Path]:
-        """Write NAME.png, the drift over positions, unless no variant drifts."""
-        drifting = [result for result in self.results if any(value > 0 for value in result.drift)]
+        """Write NAME.png, the drift over positions, unless no variant drifts. Windows have the summary's table."""
+        drifting = [
+            result for result in self.results if any(value > 0 for value in result.drift) and usual(result.name)
+        ]
         if not drifting:
             return []
         path, middles = folder / f"{self.model}.png", [sum(ends) / 2 for ends in pairwise(self.segments)]

@@ -1,9 +1,10 @@
-"""Reports of benchmarks.accuracy of several models side by side, as one Markdown table.
+"""Reports of benchmarks.accuracy of several models side by side, as Markdown tables.
 
     python -m benchmarks.accuracy_summary OUTPUT/mamba2.json OUTPUT/gated_delta.json OUTPUT/kda.json
 
-A cell has the bits a byte more than the baseline's, the share of positions with its next token, and the drift in the first and
-in the last segment of positions; an asterisk marks what is emulated.
+The first table has all variants but other windows than the usual. A cell has the bits a byte more than the baseline's, the
+share of positions with its next token, and the drift in the first and in the last segment of positions; an asterisk marks what
+is emulated. The second has the windows: bits a byte more, and the drift in the last segment.
 """
 
 from __future__ import annotations
@@ -14,22 +15,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy_report import EMULATED, Report, Result
-from benchmarks.accuracy_variants import BASELINE
+from benchmarks.accuracy_variants import BASELINE, WINDOWED, usual
 from trtllm_replayssm.console import print_error
 from trtllm_replayssm.errors import UserError
 
 
 def summary(reports: Sequence[Report]) -> str:
+    """The tables, under what was measured where."""
+    blocks = [[f"{report.model}: {report.conditions()}" for report in reports], table(variant_rows(reports))]
+    if any(result.emulated for report in reports for result in report.results):
+        blocks.append([f"\\* {EMULATED}"])
+    windows = window_rows(reports)
+    if len(windows[0]) > 4:
+        blocks.append(table(windows))
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    header, *body = rows
+    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body)]
+
+
+def variant_rows(reports: Sequence[Report]) -> list[list[str]]:
     """A row for each variant that any model has, in the order of the first that has it."""
     by_model = [{result.name: result for result in report.results} for report in reports]
-    names = list(dict.fromkeys(name for results in by_model for name in results))
-    rows = [["state", *(report.model for report in reports)], ["---"] * (1 + len(reports))]
-    rows += [[name, *(cell(report, found.get(name)) for report, found in zip(reports, by_model))] for name in names]
-    lines = [f"{report.model}: {report.conditions()}" for report in reports]
-    lines += ["", *("| " + " | ".join(row) + " |" for row in rows)]
-    if any(result.emulated for report in reports for result in report.results):
-        lines += ["", f"\\* {EMULATED}"]
-    return "\n".join(lines) + "\n"
+    names = dict.fromkeys(name for results in by_model for name in results if usual(name))
+    rows = [["state", *(report.model for report in reports)]]
+    return rows + [
+        [name, *(cell(report, found.get(name)) for report, found in zip(reports, by_model))] for name in names
+    ]
 
 
 def cell(report: Report, result: Result | None) -> str:
@@ -39,6 +53,19 @@ def cell(report: Report, result: Result | None) -> str:
         return f"{result.bits_per_byte:.5f} bits a byte"
     mark = r" \*" if result.emulated else ""
     return f"{report.more(result)}, {result.agreement:.2%}, {result.drift[0]:.1e} to {result.drift[-1]:.1e}{mark}"
+
+
+def window_rows(reports: Sequence[Report]) -> list[list[str]]:
+    """A row for each model and dtype of its state, a column for each window; 1 is the ordinary engine."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for report in reports:
+        for result in report.results:
+            if (windowed := WINDOWED.fullmatch(result.name)) and result.name != BASELINE:
+                state = found.setdefault((report.model, windowed[1] + (windowed[3] or "")), {})
+                state[int(windowed[2] or 1)] = f"{report.more(result)}, {result.drift[-1]:.1e}"
+    windows = sorted({window for cells in found.values() for window in cells})
+    rows = [["model", "state", *(f"window {window}" for window in windows)]]
+    return rows + [[*names, *(cells.get(window, "") for window in windows)] for names, cells in found.items()]
 
 
 def main() -> int:

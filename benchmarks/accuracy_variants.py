@@ -7,6 +7,7 @@ Emulated variants say what a format loses; they have no kernel, and no speed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ BASELINE = "float32, standard"
 #: Window of variants that are not tried at all of them.
 USUAL_WINDOW = 16
 READ_DTYPES: tuple[ReadDtype, ...] = ("nvfp4", "fp8")
+#: Names of variants that differ in dtype and window of the state only: the dtype, the window if there is one, how it rounds.
+WINDOWED = re.compile(r"(\w+), (?:standard|window (\d+))(, rounded at random)?")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Variant:
         """The engine with these options and ``rows`` slots."""
         changed = with_replay(engine, self.replay, rows, 1)
         return changed if self.emulated is None else replace(changed, plugins=wrapped(engine.plugins, self.emulated))
+
+
+def usual(name: str) -> bool:
+    """Whether the variant of this name has no window, or the usual one."""
+    windowed = WINDOWED.fullmatch(name)
+    return windowed is None or windowed[2] in (None, str(USUAL_WINDOW))
 
 
 def wrapped(plugins: Implementation, around: Callable[[Layer], Layer]) -> Implementation:

@@ -301,7 +301,7 @@ def command(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: s
 
 def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib")
-    assert command(one, tmp_path, monkeypatch, "--only", "bfloat16", "read", "int8") == 0
+    assert command(one, tmp_path, monkeypatch, "--windows", "16", "4", "--only", "bfloat16", "read", "int8") == 0
     name, folder = one.checkpoint.name, tmp_path / "out"
     report = json.loads((folder / f"{name}.json").read_text())
     names = [result["name"] for result in report["results"]]
@@ -323,10 +323,18 @@ def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(sys, "argv", ["accuracy_summary", str(folder / f"{name}.json"), str(folder / f"{name}.json")])
     assert accuracy_summary.main() == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [row[0] for row in rows[2:]] == [f"| {n}" for n in names] and {len(row) for row in rows} == {3}
+    first, second = (block.splitlines() for block in capsys.readouterr().out.split("\n\n") if block.startswith("|"))
+    rows, windows = ([line.strip("| ").split(" | ") for line in lines] for lines in (first, second))
+    assert [row[0] for row in rows[2:]] == [n for n in names if "window 4" not in n] and {len(row) for row in rows} == {
+        3
+    }
     assert rows[2][1] == f"{report['results'][0]['bits_per_byte']:.5f} bits a byte"
-    assert rows[3][1].endswith(f"{report['results'][1]['drift'][-1]:.1e}")
+    results = {result["name"]: result for result in report["results"]}
+    assert rows[3][1].endswith(f"{results[rows[3][0]]['drift'][-1]:.1e}")
+    assert windows[0] == ["model", "state", "window 1", "window 4", "window 16"]
+    bfloat16 = [results[f"bfloat16, {window}"]["drift"][-1] for window in ("standard", "window 4", "window 16")]
+    row = next(row for row in windows if row[1] == "bfloat16")
+    assert all(found.endswith(f", {drift:.1e}") for found, drift in zip(row[2:], bfloat16, strict=True))
 
     monkeypatch.setattr(sys, "argv", ["accuracy_summary", str(folder / f"{name}.md")])
     assert accuracy_summary.main() == 1
