@@ -104,6 +104,11 @@ class Report:
             f" in {about['dtype']}, {about['plugins']} implementation on {machine['name']}, {machine['date'][:10]}."
         )
 
+    def measured(self) -> tuple[Any, ...]:
+        """What two reports must have in common for their figures to compare."""
+        names = ("dtype", "plugins", "rows", "context_len", "bytes_per_token", "text")
+        return (self.segments, self.about["machine"]["name"], *(self.about[name] for name in names))
+
     def more(self, result: Result) -> str:
         """How many more bits a byte than the baseline, as a percentage; empty for the baseline itself."""
         return "" if result.name == BASELINE else f"{result.bits_per_byte / self.results[0].bits_per_byte - 1:+.4%}"

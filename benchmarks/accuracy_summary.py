@@ -4,7 +4,8 @@
 
 The first table has all variants but other windows than the usual. A cell has the bits a byte more than the baseline's, the
 share of positions with its next token, and the drift in the first and in the last segment of positions; an asterisk marks what
-is emulated. The second has the windows: bits a byte more, and the drift in the last segment.
+is emulated. The second has the windows: bits a byte more, and the drift in the last segment. Reports of one model, of runs that
+had a part of the variants each, count as one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,21 @@ def summary(reports: Sequence[Report]) -> str:
     if len(windows[0]) > 4:
         blocks.append(table(windows))
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def joined(reports: Sequence[Report]) -> list[Report]:
+    """One report for each model. Raises UserError for two whose figures do not compare."""
+    models: dict[str, Report] = {}
+    for report in reports:
+        first = models.setdefault(report.model, report)
+        baselines = [one.results[0].bits_per_byte for one in (first, report) if one.results]
+        if first.measured() != report.measured() or len(set(baselines)) != 1:
+            raise UserError(f"two reports of {report.model} do not compare: {first.conditions()} {report.conditions()}")
+        known = {result.name for result in first.results}
+        first.results += [result for result in report.results if result.name not in known]
+        known |= {result.name for result in report.results}
+        first.left_out = [name for name in dict.fromkeys(first.left_out + report.left_out) if name not in known]
+    return list(models.values())
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -75,9 +91,15 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON file of benchmarks.accuracy")
+    parser.add_argument("--output", type=Path, help="folder for one report of each model: JSON, Markdown and PNG")
     options = parser.parse_args()
     try:
-        reports = [Report.read(path) for path in options.reports]
+        reports = joined([Report.read(path) for path in options.reports])
+        if options.output is not None:
+            options.output.mkdir(parents=True, exist_ok=True)
+            for report in reports:
+                report.write(options.output)
+                report.plot(options.output)
     except UserError as error:
         print_error(error.message, error.hint)
         return 1

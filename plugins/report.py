@@ -65,6 +65,7 @@ def released_kernels() -> list[Kernel]:
         experts,
         gated_delta,
         kda,
+        linear,
         mamba2,
         mamba2_quantised,
         materialise,
@@ -72,5 +73,5 @@ def released_kernels() -> list[Kernel]:
     )
 
     recurrent = (mamba2, mamba2_quantised, gated_delta, kda, materialise)
-    modules = (advance, causal_conv, *recurrent, norms, elementwise, experts, attention)
+    modules = (advance, causal_conv, *recurrent, norms, elementwise, experts, linear, attention)
     return [kernel for module in modules for kernel in module.variants()]

@@ -321,7 +321,8 @@ def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert str(folder / f"{name}.png") in capsys.readouterr().out
 
-    monkeypatch.setattr(sys, "argv", ["accuracy_summary", str(folder / f"{name}.json"), str(folder / f"{name}.json")])
+    (folder / "other.json").write_text(json.dumps(report | {"model": "other"}))
+    monkeypatch.setattr(sys, "argv", ["accuracy_summary", str(folder / f"{name}.json"), str(folder / "other.json")])
     assert accuracy_summary.main() == 0
     first, second = (block.splitlines() for block in capsys.readouterr().out.split("\n\n") if block.startswith("|"))
     rows, windows = ([line.strip("| ").split(" | ") for line in lines] for lines in (first, second))
@@ -339,6 +340,27 @@ def test_report(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys, "argv", ["accuracy_summary", str(folder / f"{name}.md")])
     assert accuracy_summary.main() == 1
     assert "is no report" in capsys.readouterr().err
+
+
+def test_parts_of_a_report_are_joined(
+    one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    name, paths = f"{one.checkpoint.name}.json", [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, word in zip(paths, ("nvfp4", "int8 single")):
+        assert command(one, tmp_path, monkeypatch, "--only", word) == 0
+        (tmp_path / "out" / name).rename(path)
+    alone = [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
+    monkeypatch.setattr(sys, "argv", ["accuracy_summary", *map(str, paths), "--output", str(tmp_path / "joined")])
+    assert accuracy_summary.main() == 0
+    results = json.loads((tmp_path / "joined" / name).read_text())["results"]
+    assert [result["name"] for result in results] == [*alone[0], *alone[1][1:]]
+    assert (tmp_path / "joined" / name).with_suffix(".png").exists()
+    other = json.loads(paths[1].read_text())
+    other["about"]["rows"] = 3
+    paths[1].write_text(json.dumps(other))
+    assert accuracy_summary.main() == 1
+    assert f"two reports of {one.checkpoint.name} do not compare" in capsys.readouterr().err
 
 
 def test_time_ends_a_run_with_what_there_is(one: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

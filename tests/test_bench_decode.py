@@ -116,6 +116,7 @@ def test_kernels_belong_to_parts() -> None:
         "decode_attention": "attention",
         "void pytorch_flash::flash_fwd_splitkv_kernel": "attention",
         "grouped_linear": "experts",
+        "row_linear": "linear",
         "nvjet_tst_64x8_64x16_2x1_v_bz_TNT": "linear",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>": "linear",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",

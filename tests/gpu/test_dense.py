@@ -12,7 +12,7 @@ from harness import TOLERANCE, RowPlan, relative_error, step_tensor
 from torch import Tensor
 
 from trtllm_replayssm.network.cuda_backend import wide_linear
-from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
+from trtllm_replayssm.plugins.device import attention, elementwise, experts, linear, norms
 
 NAN = float("nan")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,6 +70,34 @@ def test_gates(dtype, width):
     assert relative_error(elementwise.gated(x, gate, False), x.double() * F.silu(gate.double())) < TOLERANCE[dtype]
     assert relative_error(elementwise.gated(x, gate, True), x.double() * gate.double().sigmoid()) < TOLERANCE[dtype]
     assert relative_error(elementwise.relu2(x), F.relu(x.double()).square()) < TOLERANCE[dtype]
+
+
+# ---- linear layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.parametrize(("width", "outputs"), [(256, 1037), (4, 1), (1000, 7), (4096, 272)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_row_linear(rows, width, outputs, biased):
+    x = randn(rows, width + 8, dtype=torch.float32, seed=1)[:, 4:-4]  # slices of wider tokens
+    weight, bias = (randn(*shape, dtype=torch.float32, seed=2) for shape in ((outputs, width), (outputs,)))
+    given = bias if biased else None
+    assert linear.suited(x, weight, given)
+    out = linear.row_linear(x, weight, given)
+    want = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    assert relative_error(out, want) < TOLERANCE[torch.float32]
+
+
+def test_what_row_linear_does_not_take():
+    x, weight = (randn(*shape, dtype=torch.float32) for shape in ((16, 64), (8, 64)))
+    assert linear.suited(x, weight, None)
+    assert not linear.suited(x.bfloat16(), weight, None) and not linear.suited(x, weight.half(), None)
+    assert not linear.suited(x, weight, weight[0].half())
+    assert not linear.suited(torch.cat((x, x)), weight, None) and not linear.suited(x[:0], weight, None)
+    assert not linear.suited(x[:, :63], weight[:, :63].contiguous(), None)
+    assert not linear.suited(x[:, 1:61], weight[:, :60].contiguous(), None)
+    assert not linear.suited(x.t()[:16, :8], weight[:, :8].contiguous(), None)
+    assert not linear.suited(x[:, :32], weight[:, :32], None)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("recurrence", ("mamba2", "gated_delta", "delta_standard", "kda", "causal_conv", "advance", "materialise")),
     ("attention", ("attention", "cache_update", "rope", "flash", "fmha")),
     ("experts", ("grouped_linear", "expert", "route", "grouped_mm")),
-    ("linear", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk")),
+    ("linear", ("row_linear", "gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk")),
     ("communication", ("nccl", "allreduce", "all_reduce", "multimem")),
 )
 OTHER, GAPS = "other", "gaps"

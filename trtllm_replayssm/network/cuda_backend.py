@@ -21,7 +21,7 @@ from trtllm_replayssm.network.packed import StoredWeight, dense
 from trtllm_replayssm.network.routing import Routing
 from trtllm_replayssm.network.torch_backend import ACTIVATIONS, TorchNetwork
 from trtllm_replayssm.plugins.cursors import Step
-from trtllm_replayssm.plugins.device import attention, elementwise, experts, norms
+from trtllm_replayssm.plugins.device import attention, elementwise, experts, linear, norms
 from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 #: dtypes of the kernels.
@@ -39,7 +39,10 @@ class CudaNetwork(TorchNetwork):
         widened = isinstance(x, Cast) and x.pending and x.x.dtype == torch.bfloat16
         if widened and isinstance(weight, Tensor) and weight.dtype == torch.float32 and bias is None:
             return wide_linear(as_tokens(x.x), weight).view(*x.shape[:-1], -1)
-        return super()._linear(resolved(x), weight, bias)
+        x = resolved(x)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and linear.suited(tokens := as_tokens(x), weight, bias):
+            return linear.row_linear(tokens, weight, bias).view(*x.shape[:-1], -1)
+        return super()._linear(x, weight, bias)
 
     # ---- sums, gates and norms ---------------------------------------------------------------------------------------
 
