@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 import time
@@ -62,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="start no variant that would not end so long after the start"
     )
-    parser.add_argument("--parallel", type=int, default=8, help="variants that run side by side on a GPU")
+    parser.add_argument("--parallel", type=int, default=16, help="variants that run side by side on a GPU")
     parser.add_argument("--device", help="cuda or cpu; by default the GPU where there is one")
     parser.add_argument("--plugin_impl", default="auto", choices=("auto", "reference", "cuda"))
     return parser.parse_args(arguments)
@@ -215,6 +216,8 @@ def measured(comparison: Comparison, group: Sequence[Variant], report: Report) -
 
 
 def main() -> int:
+    # Hardware queues of a GPU; streams that share one wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         run(parse(sys.argv[1:]))
     except UserError as error:
