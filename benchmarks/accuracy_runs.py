@@ -51,8 +51,11 @@ class Run:
         self.columns = tokens.to(device).T.contiguous()
         self.bits = torch.empty(self.end, self.rows, device=device)
         self.best = torch.empty(self.end, self.rows, dtype=torch.int64, device=device)
+        self.admit()
+
+    def admit(self) -> None:
         for slot in range(self.rows):
-            session.admit(slot)
+            self.session.admit(slot)
 
     def feed(self, first: int, stop: int) -> None:
         """Steps of the tokens at positions ``[first, stop)``, SCORED at most."""
@@ -88,6 +91,9 @@ class GraphRun(Run):
         self.graphs = [graphs.get(shape, self.token) for shape in self.shapes()]
         for shape, captured in graphs.captured.items():
             shape.inputs(captured.inputs)[1].copy_(torch.arange(self.rows))
+        # The runs before the captures have moved both.
+        self.position.zero_()
+        self.admit()
         stream.wait_stream(torch.cuda.current_stream(device))
 
     def shapes(self) -> list[StepShape]:
@@ -95,14 +101,12 @@ class GraphRun(Run):
         return [self.steps.shape_for(self.rows, self.rows, 1, position + 1, False) for position in range(self.end)]
 
     def token(self, shape: StepShape, inputs: Tensor) -> tuple[Any, Any]:
-        """One token of every row. Changes nothing where slots are -1, as in the run before a capture."""
-        ids, slots, _, _ = shape.inputs(inputs)
-        live = (slots >= 0).int()
-        ids.copy_(self.columns.index_select(0, self.position).T)
+        """One token of every row."""
+        shape.inputs(inputs)[0].copy_(self.columns.index_select(0, self.position).T)
         hidden, logits = self.steps.forward(shape, inputs)
         self.logits.index_copy_(0, self.position % SCORED, resolved(logits).float().view(1, self.rows, -1))
-        self.session.cursors[: self.rows, Cursor.COMMITTED] += live
-        self.position += live[:1]
+        self.session.cursors[: self.rows, Cursor.COMMITTED] += 1
+        self.position += 1
         return hidden, logits
 
     def feed(self, first: int, stop: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,10 +61,21 @@ class TorchNetwork(Network):
         self.kv_len, self.group, self.scaled_matmul = kv_len, group, scaled_matmul
         self.plugins = plugins or implementation("auto", step.device)
         self.tp_size = 1 if group is None else group.size()
-        self.live = step[:, Step.SLOT] >= 0
-        self.committed = step[:, Step.COMMITTED].long()
-        self.query_len = step[:, Step.QUERY_LEN].long()
         self.tables: dict[tuple[int, Rope], tuple[Tensor, Tensor]] = {}
+
+    # Not every step asks for them, and on a GPU each is a launch.
+
+    @cached_property
+    def live(self) -> Tensor:
+        return self.step[:, Step.SLOT] >= 0
+
+    @cached_property
+    def committed(self) -> Tensor:
+        return self.step[:, Step.COMMITTED].long()
+
+    @cached_property
+    def query_len(self) -> Tensor:
+        return self.step[:, Step.QUERY_LEN].long()
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape)
