@@ -2,6 +2,12 @@
 #pragma once
 #include "types.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool HAS_BULK_COPY = true;
+#else
+constexpr bool HAS_BULK_COPY = false;
+#endif
+
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
 // A barrier whose phase ends when the bytes announced by expect_bytes have arrived.

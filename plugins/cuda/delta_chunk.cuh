@@ -21,58 +21,83 @@
 #include "delta_pairs.cuh"
 
 constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
+constexpr int STAGED_PITCH = KEY_DIM + 16 / int(sizeof(STATE));  // elements from row to row in shared memory
 constexpr int TILE_VALUES = SLICE < 16 * WARPS ? SLICE : 16 * WARPS;  // value rows of the block's tile
 
-// Pairs of columns that a thread holds at a time. A single chunk needs the state twice, for its products and for its
-// update; half of it is loaded again for the latter, from the L2 cache, which leaves registers to more blocks.
-constexpr int HELD = ONE_CHUNK && PAIRS > 1 ? PAIRS / 2 : PAIRS > 0 ? PAIRS : 1;
-
-// ANSWERS: outputs are wanted.
-template <bool ANSWERS>
+// ANSWERS: outputs are wanted. SHARED: the state passes through shared memory (delta_fold.cuh).
+template <bool ANSWERS, bool SHARED>
 struct ChunkTile {
+    // A chunk needs the state twice, for its products and for its update. What is not held is loaded again for the latter, from
+    // shared memory or the L2 cache, which leaves registers to more blocks.
+    static constexpr bool IN_PARTS = SHARED || ONE_CHUNK;
+    // Pairs of columns that a thread holds at a time.
+    static constexpr int HELD = SHARED ? 1 : IN_PARTS && PAIRS > 1 ? PAIRS / 2 : PAIRS > 0 ? PAIRS : 1;
+
     const Work& w;
     ChunkShared& shared;
     int first;  // first value row of the tile within the slice
     bool prepares;  // nobody has prepared the chunks
     int thread;  // threadIdx.x, of which the compiler knows nothing between the stages of a chunk: it saves registers
+    STATE* staged = nullptr;  // the tile in shared memory
+    bool holds = false;       // whether there is something in it
     float S[HELD][2][4];
     float largest = 0.0f;  // magnitude of what the thread has stored, for nvfp4
 
     __device__ int warp() const { return thread / 32; }
     __device__ int g() const { return thread % 32 / 4; }
     __device__ int t() const { return thread % 4; }
-    __device__ int row() const { return first + 16 * warp() + g(); }  // within the slice
+    // The lane's first row within the warp's 16. Rows that meet in shared memory are four apart, which the pitch puts into other banks.
+    __device__ int lane_row() const { return SHARED ? g() / 2 + 4 * (g() % 2) : g(); }
+    __device__ int row() const { return first + 16 * warp() + lane_row(); }  // within the slice
     // Entry of column g of a block of 8, and of element e of a lane's accumulator.
     __device__ int column_entry() const { return g() / 2 + 4 * (g() % 2); }
     __device__ int element_entry(int e) const { return t() + 4 * (e % 2); }
     // Whether the warp's rows exist.
     __device__ bool active() const { return first + 16 * warp() < min(SLICE, first + TILE_VALUES); }
+    __device__ bool next_active() const { return 16 * warp() < TILE_VALUES && first + TILE_VALUES + 16 * warp() < SLICE; }
+
+    // The lane's first columns of its first row in shared memory.
+    __device__ STATE* own_staged() const { return staged + (16 * warp() + lane_row()) * STAGED_PITCH + 4 * t(); }
 
     // HELD pairs from pair `from` on.
     __device__ void load_state(int from) {
-        if (w.row.folded > 0 && active()) {
-            const STATE* state = w.t.state + w.state_at(row()) + 4 * t() + 16 * from;
+        if ((SHARED ? holds : w.row.folded > 0) && active()) {
+            const STATE* state = (SHARED ? own_staged() : w.t.state + w.state_at(row()) + 4 * t()) + 16 * from;
+            constexpr int BELOW = 8 * (SHARED ? STAGED_PITCH : KEY_DIM);
 #pragma unroll
             for (int p = 0; p < HELD; ++p)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) load_vector<4>(state + 8 * half * KEY_DIM + 16 * p, S[p][half]);
+                for (int half = 0; half < 2; ++half) load_vector<4>(state + half * BELOW + 16 * p, S[p][half]);
         } else {
 #pragma unroll
             for (int n = 0; n < 8 * HELD; ++n) S[n / 8][n / 4 % 2][n % 4] = 0.0f;
         }
     }
-    __device__ void store_state(int from) {
+    // Four columns of the checkpoint with one access, which the compiler does not find in every case.
+    __device__ static void store_four(STATE* to, const float (&x)[4]) {
+        vec<STATE, 4> stored;
+        store_vector<4>(stored.v, x);
+        const u32* words = reinterpret_cast<const u32*>(stored.v);
+        if constexpr (sizeof(STATE) == 4)
+            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                         : "memory");
+        else
+            asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+    }
+    // To shared memory, if the state is there, and to the checkpoint, if no chunk follows.
+    __device__ void store_state(int from, bool last = true) {
         if (!active()) return;
+        const auto rows = [](int pitch, STATE* first, int n) { return first + n % 2 * 8 * pitch + n / 2 * 16; };
+        if constexpr (SHARED)
+#pragma unroll
+            for (int n = 0; n < 2 * HELD; ++n) store_vector<4>(rows(STAGED_PITCH, own_staged() + 16 * from, n), S[n / 2][n % 2]);
+        if (!last) return;
         STATE* state = w.t.state_out + w.state_at(row()) + 4 * t() + 16 * from;
 #pragma unroll
-        for (int p = 0; p < HELD; ++p)
+        for (int n = 0; n < 2 * HELD; ++n) store_four(rows(KEY_DIM, state, n), S[n / 2][n % 2]);
+        if constexpr (READ_BITS == 4)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                store_vector<4>(state + 8 * half * KEY_DIM + 16 * p, S[p][half]);
-                if constexpr (READ_BITS == 4)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) largest = larger_magnitude(largest, S[p][half][e]);
-            }
+            for (int n = 0; n < 8 * HELD; ++n) largest = larger_magnitude(largest, S[n / 8][n / 4 % 2][n % 4]);
     }
 
     // Adds sums over the key columns at hand of S0 with N blocks of 8 staged keys or queries, of which the first `count` rows
@@ -129,7 +154,7 @@ struct ChunkTile {
 #pragma unroll
         for (int m = 0; m < BLOCKS; ++m) {
             if (8 * m >= count || 8 * m + 8 <= first_output) continue;
-            if constexpr (!ONE_CHUNK) {
+            if constexpr (!IN_PARTS) {
                 stored[0] = {};
                 multiply_state(in.q + 8 * m, 8, 0, stored);
             }
@@ -147,30 +172,30 @@ struct ChunkTile {
         }
     }
 
-    __device__ void update_state(const ChunkInputs& in, int count, float (&u)[BLOCKS][4]) {
+    __device__ void update_state(const ChunkInputs& in, int count, float (&u)[BLOCKS][4], bool last = true) {
         if constexpr (!PER_CHANNEL)
 #pragma unroll
             for (int n = 0; n < 4 * BLOCKS; ++n) u[n / 4][n % 4] *= in.to_end[n / 4 * 8 + element_entry(n)];
-#pragma unroll
+#pragma unroll SHARED ? 2 : PAIRS
         for (int from = PAIRS - HELD; from >= 0; from -= HELD) {  // backwards: the last columns are at hand
-            if (from < PAIRS - HELD) load_state(from);
-            decay_state(in, from);
+            if (SHARED || from < PAIRS - HELD) load_state(from);
+            if constexpr (PER_CHANNEL) decay_channels(from);
 #pragma unroll
             for (int n = 0; n < BLOCKS; ++n)
                 if (8 * n < count) add_updates(in, n, from, u[n]);
-            if constexpr (ONE_CHUNK) store_state(from);
+            if constexpr (IN_PARTS) store_state(from, last);
         }
     }
-    __device__ void decay_state(const ChunkInputs& in, int from) {
+    __device__ void decay_channels(int from) {
 #pragma unroll
         for (int p = 0; p < HELD; ++p) {
             float decay[4];
-            if constexpr (PER_CHANNEL) load_vector<4>(&shared.last[16 * (from + p) + 4 * t()], decay);
+            load_vector<4>(&shared.last[16 * (from + p) + 4 * t()], decay);
 #pragma unroll
-            for (int n = 0; n < 8; ++n) S[p][n / 4][n % 4] *= PER_CHANNEL ? decay[n % 4] : in.from_start[CHUNK - 1];
+            for (int n = 0; n < 8; ++n) S[p][n / 4][n % 4] *= decay[n % 4];
         }
     }
-    // What block n of the updates adds to the state.
+    // What block n of the updates adds to the state; the first one lets it decay, unless its channels have done so before.
     __device__ void add_updates(const ChunkInputs& in, int n, int from, const float (&u)[4]) {
         const Split a(u[0], u[2], u[1], u[3]);
         const STAGED* keys = key_updates(in) + (8 * n + t()) * KEY_STRIDE + 2 * g() + 16 * from;
@@ -185,7 +210,10 @@ struct ChunkTile {
                 add_lower<NARROW>(sum, a, k[0][b], k[1][b]);
                 add_upper<NARROW>(sum, a, k[0][b], k[1][b]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) S[p][e / 2][b + 2 * (e % 2)] += sum.v[e];
+                for (int e = 0; e < 4; ++e) {
+                    float& x = S[p][e / 2][b + 2 * (e % 2)];
+                    x = fmaf(x, PER_CHANNEL || n > 0 ? 1.0f : in.from_start[CHUNK - 1], sum.v[e]);
+                }
             }
         }
     }
@@ -220,6 +248,22 @@ struct ChunkTile {
         }
         __syncthreads();
         pairs.invert();
+    }
+
+    // A chunk that is prepared, for a tile in shared memory. `last`: no other follows.
+    __device__ void fold(const ChunkInputs& in, int count, bool last) {
+        Sum stored[BLOCKS] = {};
+#pragma unroll 1
+        for (int pair = 0; pair < PAIRS; pair += HELD) {
+            load_state(pair);
+            multiply_state(in.k, count, pair, stored);
+        }
+        thread = opaque(int(threadIdx.x));
+        float u[BLOCKS][4];
+        solve(in, count, stored, u);
+        thread = opaque(thread);
+        update_state(in, count, u, last);
+        holds = true;
     }
 
     __device__ void run() {
@@ -272,7 +316,7 @@ __device__ __forceinline__ float chunk_step(const Work& w, ChunkShared& shared) 
     float largest = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < SLICE; first += TILE_VALUES) {
-        ChunkTile<ANSWERS> tile{w, shared, first, first == 0 || !single, 0};
+        ChunkTile<ANSWERS, false> tile{w, shared, first, first == 0 || !single, 0};
         tile.run();
         largest = larger_magnitude(largest, tile.largest);
     }

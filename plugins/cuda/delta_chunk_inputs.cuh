@@ -31,9 +31,20 @@ constexpr int INPUT_STAGES = AHEAD ? 2 : 1;
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int KEY_STRIDE = KEY_DIM + (NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4, BLOCK_STRIDE = 12;
 
-struct ChunkInputs {
+// With a read copy, steps have been answered before entries are staged.
+constexpr bool STAGES_QUERIES = !COPIED || TOKENS == 0;
+
+template <bool>
+struct StagedQueries {
+    STAGED q[CHUNK][KEY_STRIDE];  // as keys; zero for entries of the ring
+};
+template <>
+struct StagedQueries<false> {
+    static constexpr STAGED (*q)[KEY_STRIDE] = nullptr;
+};
+
+struct ChunkInputs : StagedQueries<STAGES_QUERIES> {
     STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done
-    STAGED q[CHUNK][KEY_STRIDE];  // likewise; zero for entries of the ring
     STAGED v[CHUNK][VALUE_STRIDE];
     double log_decay[CHUNK];                  // G where decays are scalars, in double since differences of it count
     float from_start[CHUNK], to_end[CHUNK];  // exp(G), exp(G_last - G) of it
@@ -45,7 +56,7 @@ struct ChunkShared {
     alignas(16) float decay[PER_CHANNEL ? CHUNK : 1][PER_CHANNEL ? KEY_STRIDE : 4];  // exp(g), then k exp(G_last - G)
     float last[PER_CHANNEL ? KEY_STRIDE : 4];                                         // exp(G_last) per channel
     float kk[CHUNK][PAIR_STRIDE];       // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j
-    float qk[CHUNK][PAIR_STRIDE];       // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
+    float qk[STAGES_QUERIES ? CHUNK : 1][PAIR_STRIDE];  // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
     float inverse[CHUNK][BLOCK_STRIDE];  // of the two triangular blocks of 8 entries, rows times the norm of k
     float k_norm[CHUNK], q_norm[CHUNK];  // what k and q are to be multiplied by
 };
@@ -114,7 +125,7 @@ struct Chunk {
 #pragma unroll
             for (int c = 8 * part; c < KEY_DIM; c += 8 * ENTRY_LANES) {
                 copy_16_bytes(&in.k[at][c], static_cast<const STAGED*>(k) + c, exists);
-                copy_16_bytes(&in.q[at][c], q + c, exists && is_token);
+                if constexpr (STAGES_QUERIES) copy_16_bytes(&in.q[at][c], q + c, exists && is_token);
             }
 #pragma unroll
             for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&in.v[at][r], static_cast<const STAGED*>(v) + r, exists);
@@ -142,7 +153,7 @@ struct Chunk {
                 squares[1] = fmaf(queries[e], queries[e], squares[1]);
             }
             store_vector<4>(&in.k[at][c], keys);
-            store_vector<4>(&in.q[at][c], queries);
+            if constexpr (STAGES_QUERIES) store_vector<4>(&in.q[at][c], queries);
         }
 #pragma unroll
         for (int r = 4 * part; r < SLICE; r += 4 * ENTRY_LANES) {

@@ -5,103 +5,112 @@
 // code blocks of a lane are its own. x is a block diagonal: of the eight columns of the right operand, 2 t and 2 t + 1 hold both
 // parts of x in the columns of lane t and zeros elsewhere. So lane 4 g + t receives the products of its own codes, and
 // multiplies them by its own scales.
+//
+// What the updates of the ring and of the tokens add, sum_j c_j v_j, is a product of 16 entries at a time, of which the values are the
+// left operand and both parts of c two columns of the right one.
+//
+// Of several tokens and nvfp4, which has few enough bits, codes are multiplied by their scales in float16, exactly: then the
+// eight columns are both parts of four tokens' x, and lane 4 g + t receives the products of token t.
 #pragma once
 #include "bulk_copy.cuh"
 #include "delta_copy.cuh"
 #include "delta_gram.cuh"
+#include "shared_tile.cuh"
 
-constexpr int COPY_ROWS = 16;
+constexpr int COPY_ROWS = 16;  // of a tile
 constexpr int LANE_COLUMNS = KEY_DIM / 4, UNITS_A_LANE = LANE_COLUMNS / 8;
 // Of a lane's columns, those that share a scale, in units of 8.
 constexpr int SCALE_UNITS = (LANE_COLUMNS < COPY_BLOCK ? LANE_COLUMNS : COPY_BLOCK) / 8;
 constexpr int LANE_SCALES = SCALE_UNITS > 0 ? UNITS_A_LANE / SCALE_UNITS : 1;
 constexpr int UNIT_WORDS = READ_BITS / 4 > 0 ? READ_BITS / 4 : 1;  // words of 8 codes
+// Bytes of a state row. Small heads have no copy, and units and scales of none.
+constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = KEY_DIM < COPY_BLOCK ? 1 : KEY_DIM / COPY_BLOCK;
 
-struct CopyTile {
-    alignas(16) u8 codes[COPY_ROWS * KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8];
-    alignas(16) u8 scales[COPY_ROWS * KEY_DIM / COPY_BLOCK];
-};
-
-constexpr int SLICE_TILES = SLICE / COPY_ROWS > 0 ? SLICE / COPY_ROWS : 1, MOST_TILES = HEADS * ((SLICE_TILES + WARPS - 1) / WARPS);
-
+constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
 struct CopyReadInputs {
-    union {
-        GramInputs gram;
-        float o[HEADS][READ_TOKENS][SLICE];
-    };
-    alignas(16) ACT v[HEADS][GRAM_ROWS][SLICE];  // ring rows, then tokens
-    alignas(16) GramResults results;
-    u64 ready[WARPS][MOST_TILES];
+    Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
+    alignas(16) ACT v[HEADS][ENTRIES][VALUE_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    Adjoint<ACT> results;
+    u64 ready[16];
 };
 
-// Tiles of a warp that are in shared memory at a time.
-constexpr int copy_stages(int stages) {
-    return stages == 0 || WARPS * stages * int(sizeof(CopyTile)) + int(sizeof(CopyReadInputs)) + 256 <= SHARED_LIMIT
-               ? stages
-               : copy_stages(stages - 1);
-}
-constexpr int COPY_STAGES = copy_stages(MOST_TILES);
-constexpr bool READS_COPY = COPIED && HAS_BULK_COPY && GRAM && VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && COPY_STAGES > 0;
+// Shared memory that is left for codes and scales. A part of a head's rows is one request: all of them, if those of all heads
+// fit.
+constexpr int PART_ROOM = SHARED_LIMIT - 256 - int(sizeof(CopyReadInputs));
+constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM || SLICE % (COPY_ROWS * WARPS) ? SLICE : COPY_ROWS * WARPS;
+constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
+constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
+constexpr bool READS_COPY = COPIED && HAS_BULK_COPY && TOKENS > 0 && WIDE && NARROW_INPUTS && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
+                            VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && COPY_STAGES > 0;
 
+struct CopyPart {
+    alignas(16) u8 codes[PART_ROWS * CODE_ROW];
+    alignas(16) u8 scales[PART_ROWS * SCALE_ROW];
+};
 struct CopyReadShared {
-    alignas(128) CopyTile tiles[WARPS][COPY_STAGES > 0 ? COPY_STAGES : 1];
+    alignas(128) CopyPart parts[COPY_STAGES > 0 ? COPY_STAGES : 1];
     alignas(16) CopyReadInputs in;
 };
 
 template <typename T>
 struct CopyRead {
+    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, ChainAdjoint>::type Form;
+
     const Work& w;
     CopyReadShared& shared;
     CopyReadInputs& in;
-    Gram<T> gram;
+    Form adjoint;
     const int warp, lane, history, tokens;
 
     __device__ CopyRead(const Work& work, CopyReadShared& memory)
-        : w(work), shared(memory), in(memory.in), gram(work, memory.in.gram, memory.in.results), warp(threadIdx.x / 32),
-          lane(threadIdx.x % 32), history(work.row.history()), tokens(work.row.tokens) {}
+        : w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), warp(threadIdx.x / 32),
+          lane(opaque(int(threadIdx.x)) & 31), history(work.row.history()), tokens(work.row.tokens) {}
 
     // ---- requests ----------------------------------------------------------------------------------------------------
 
-    // Tiles of the warp in each head, of which it takes every fourth.
-    __device__ int head_tiles() const {
-        return SLICE_TILES % WARPS == 0 ? SLICE_TILES / WARPS : (SLICE_TILES - warp + WARPS - 1) / WARPS;
-    }
-    __device__ int first_row(int tile) const { return COPY_ROWS * (warp + WARPS * (tile % head_tiles())); }
-
-    __device__ void request_tile(int tile) {
-        const ReadCopy copy = w.of_head(tile / head_tiles()).copy();
-        CopyTile& to = shared.tiles[warp][tile % COPY_STAGES];
-        u64* ready = &in.ready[warp][tile % COPY_STAGES];
-        expect_bytes(ready, sizeof(to.codes) + sizeof(to.scales));
-        stream_to_shared(to.codes, copy.codes + first_row(tile) * (KEY_DIM * READ_BITS / 8), sizeof(to.codes), ready);
-        stream_to_shared(to.scales, copy.scales + first_row(tile) * (KEY_DIM / COPY_BLOCK), sizeof(to.scales), ready);
+    // By one thread.
+    __device__ void request_part(int part) {
+        constexpr int HEAD_PARTS = SLICE / PART_ROWS;
+        const ReadCopy copy = w.of_head(part / HEAD_PARTS).copy();
+        const int row = part % HEAD_PARTS * PART_ROWS;
+        CopyPart& to = shared.parts[part % COPY_STAGES];
+        u64* ready = &in.ready[part % COPY_STAGES];
+        expect_bytes(ready, PART_ROWS * (CODE_ROW + SCALE_ROW));
+        stream_to_shared(to.codes, copy.codes + row * CODE_ROW, PART_ROWS * CODE_ROW, ready);
+        stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, ready);
     }
 
-    // Keys, queries and values first, since the adjoint waits for them, then every warp's first tiles.
+    static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
+    static constexpr int OTHER_WARP = 32 % VALUE_LANES == 0 ? 32 : 0;  // takes a token's values, if there are few
+
+    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
     __device__ void request() {
-        if (lane == 0) {
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[warp][stage]);
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
             publish_barriers();
         }
-        gram.request();
-        constexpr int UNITS = SLICE / 8;
-        for (int at = threadIdx.x; at < HEADS * (history + tokens) * UNITS; at += THREADS) {
-            const int column = at % UNITS * 8, j = at / UNITS % (history + tokens), n = at / UNITS / (history + tokens);
-            const Work head = w.of_head(n);
-            copy_16_bytes(&in.v[n][j][column], j < history ? w.t.ring_v + head.ring_v_at(w.history_row(j)) + column
-                                                           : reinterpret_cast<const RING*>(head.v(j - history)) + column);
+        adjoint.request();
+        if (threadIdx.x < THREADS / VALUE_LANES * VALUE_LANES) {
+            const int column = threadIdx.x % VALUE_LANES * 8;
+            const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_v) + w.ring_v_at(0) + column);
+#pragma unroll 1
+            for (int j = threadIdx.x / VALUE_LANES; j < history; j += THREADS / VALUE_LANES)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n)
+                    copy_16_bytes(&in.v[n][j][column], ring + (n * RING_ROWS + w.history_row(j)) * VALUE_DIM);
+            const T* values = opaque(w.v(0) + column);
+#pragma unroll 1
+            for (int i = (threadIdx.x + OTHER_WARP) % THREADS / VALUE_LANES; i < tokens; i += THREADS / VALUE_LANES)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
         }
-        if (lane == 0 && w.row.folded > 0)
-            for (int tile = 0; tile < min(COPY_STAGES, HEADS * head_tiles()); ++tile) request_tile(tile);
+        if (threadIdx.x == 0 && w.row.folded > 0)
+#pragma unroll 1
+            for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
     }
 
     // ---- the product -----------------------------------------------------------------------------------------------------
-
-    // Where a column of x belongs, so that a lane's eight columns follow each other as their codes' float16 values do.
-    __device__ static int place(int column) {
-        const int at = column % 8;
-        return column - at + (READ_BITS == 4 && !HAS_E2M1 ? at % 2 * 4 + at / 2 : at);
-    }
 
     // Eight codes as four pairs of float16; those of E2M1, without an instruction for it, times 2^-14: their lower three bits become
     // the lowest of the exponent and the highest of the fraction, even ones first.
@@ -132,41 +141,79 @@ struct CopyRead {
     }
     static constexpr float CODE_UNIT = READ_BITS == 4 && !HAS_E2M1 ? 16384.0f : 1.0f;
 
-    // A lane's share of x for eight of its columns: zero unless they are those of the operand's column g.
-    __device__ vec<u32, 4> load_x(int n, int token, int unit) const {
+    static constexpr bool DENSE = READ_BITS == 4 && READ_TOKENS > 1;
+    // Right operands of a unit of columns: one a token, or one for four tokens.
+    static constexpr int OPERANDS = DENSE ? (READ_TOKENS + 3) / 4 : READ_TOKENS;
+
+    // A lane's share of x for eight of its columns, in column g of operand i.
+    __device__ vec<u32, 4> load_x(int n, int i, int unit) const {
+        const int g = lane / 4, t = lane % 4, token = DENSE ? min(4 * i + g / 2, READ_TOKENS - 1) : i;
         vec<u32, 4> x = {};
-        if (lane / 8 == lane % 4)
-            x = *reinterpret_cast<const vec<u32, 4>*>(&in.results.x[n][token][lane / 4 % 2][LANE_COLUMNS * (lane % 4) + 8 * unit]);
+        if (DENSE || g / 2 == t) x = *reinterpret_cast<const vec<u32, 4>*>(&in.results.x[n][token][g % 2][LANE_COLUMNS * t + 8 * unit]);
         return x;
     }
-    // Small heads have no copy, and units of none.
-    static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && READ_TOKENS * UNITS_A_LANE <= 8;
-    static constexpr int KEPT_X = KEEPS_X ? READ_TOKENS * UNITS_A_LANE : 1;
+    static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && OPERANDS * UNITS_A_LANE <= 8;
+    static constexpr int KEPT_X = KEEPS_X ? OPERANDS * UNITS_A_LANE : 1;
 
     __device__ static float scale_of(u8 code) {
         if constexpr (READ_BITS == 8) return fp8_scale_value(code);
         else return from_e4m3(code);
     }
+    // Both halves times an E4M3 number.
+    __device__ static u32 times_e4m3(u32 pair, u8 code) {
+        u32 product;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(from_e4m3_pair(u16(code * 257))));
+        return product;
+    }
+    // Where a lane's codes and scales lie in a tile, and its unit of the values that load_transposed_at reads.
+    __device__ int code_at() const { return lane / 4 * CODE_ROW + lane % 4 * (LANE_COLUMNS * READ_BITS / 8); }
+    __device__ int scale_at() const { return (lane / 4 * KEY_DIM + LANE_COLUMNS * (lane % 4)) / COPY_BLOCK; }
+    __device__ int value_at() const { return (lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8; }
+
+    // What a lane has of a tile in the end: rows g and g + 8 of token lane_token(i) in 2 i and 2 i + 1, or one of them.
+    static constexpr bool ONE_ROW = !DENSE && READ_TOKENS <= 2;
+    static constexpr int RESULTS = ONE_ROW ? 1 : DENSE ? 2 * OPERANDS : READ_TOKENS / 2, RESULT_TOKENS = (RESULTS + 1) / 2;
+    __device__ static int lane_token(int i, int t) {
+        return min(DENSE ? 4 * i + t : ONE_ROW ? t * READ_TOKENS / 4 : t * READ_TOKENS / 4 + i, READ_TOKENS - 1);
+    }
+    __device__ int lane_row() const {
+        const int t = lane % 4;
+        return lane / 4 + (ONE_ROW && (READ_TOKENS == 1 ? t > 1 : t % 2 == 1) ? 8 : 0);
+    }
+    // Whether no other lane has the same.
+    __device__ bool owns(int i) const {
+        const int t = lane % 4;
+        return DENSE ? 4 * i + t < tokens : lane_token(i, t) < tokens && (READ_TOKENS > 1 || t % 2 == 0);
+    }
 
     // Products of a tile's rows with the x of all tokens.
-    __device__ void multiply(const CopyTile& tile, const vec<u32, 4> (&kept)[KEPT_X], int n, int row) {
+    __device__ void multiply(const u8* own_codes, const u8* own_scales, const vec<u32, 4> (&kept)[KEPT_X], int n,
+                             float (&results)[RESULTS]) const {
         constexpr int WORDS = UNITS_A_LANE * UNIT_WORDS;
-        const int g = lane / 4, t = lane % 4;
         vec<u32, WORDS> codes[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            codes[r] = *reinterpret_cast<const vec<u32, WORDS>*>(tile.codes + (g + 8 * r) * (KEY_DIM * READ_BITS / 8) + 4 * WORDS * t);
-        float sums[2 * READ_TOKENS] = {};
+            codes[r] = *reinterpret_cast<const vec<u32, WORDS>*>(own_codes + 8 * r * CODE_ROW);
+        vec<u8, LANE_SCALES> scales[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) scales[r] = *reinterpret_cast<const vec<u8, LANE_SCALES>*>(own_scales + 8 * r * SCALE_ROW);
+        float sums[2 * READ_TOKENS] = {};  // where scales differ from lane to lane
+        Accumulator products[OPERANDS] = {};
 #pragma unroll
         for (int s = 0; s < LANE_SCALES; ++s) {
-            Accumulator products[READ_TOKENS] = {};
+            const u8 scale[2] = {scales[0].v[s], scales[1].v[s]};
 #pragma unroll
             for (int unit = s * SCALE_UNITS; unit < (s + 1) * SCALE_UNITS; ++unit) {
                 u32 pairs[2][4];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) widen(codes[r].v + unit * UNIT_WORDS, pairs[r]);
+                for (int r = 0; r < 2; ++r) {
+                    widen(codes[r].v + unit * UNIT_WORDS, pairs[r]);
+                    if constexpr (DENSE)
 #pragma unroll
-                for (int i = 0; i < READ_TOKENS; ++i) {
+                        for (int p = 0; p < 4; ++p) pairs[r][p] = times_e4m3(pairs[r][p], scale[r]);
+                }
+#pragma unroll
+                for (int i = 0; i < OPERANDS; ++i) {
                     const vec<u32, 4> x = KEEPS_X ? kept[(i * UNITS_A_LANE + unit) % KEPT_X] : load_x(n, i, unit);
 #pragma unroll
                     for (int half = 0; half < 4; half += 2)
@@ -174,67 +221,122 @@ struct CopyRead {
                                         x.v[half], x.v[half + 1]);
                 }
             }
+            if constexpr (!DENSE) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float scale = scale_of(tile.scales[((g + 8 * r) * KEY_DIM + LANE_COLUMNS * t) / COPY_BLOCK + s]);
+                for (int i = 0; i < OPERANDS; ++i) {
 #pragma unroll
-                for (int i = 0; i < READ_TOKENS; ++i)
-                    sums[2 * i + r] = fmaf(scale, products[i].v[2 * r] + products[i].v[2 * r + 1], sums[2 * i + r]);
+                    for (int r = 0; r < 2; ++r)
+                        sums[2 * i + r] = fmaf(scale_of(scale[r]), products[i].v[2 * r] + products[i].v[2 * r + 1], sums[2 * i + r]);
+                    products[i] = {};
+                }
             }
         }
-        sum_scattered<4>(sums, lane);
-        if (t % COPIES<4, 2 * READ_TOKENS> == 0) {
+        if constexpr (DENSE) {
 #pragma unroll
-            for (int m = 0; m < KEPT<4, 2 * READ_TOKENS>; ++m) {
-                const int at = first_kept<4, 2 * READ_TOKENS>(lane) + m;
-                in.o[n][at / 2][row + g + at % 2 * 8] = sums[m];
+            for (int i = 0; i < OPERANDS; ++i)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) results[2 * i + r] = products[i].v[2 * r] + products[i].v[2 * r + 1];
+        } else {
+            sum_scattered<4>(sums, lane);
+#pragma unroll
+            for (int m = 0; m < RESULTS; ++m) results[m] = sums[m];
+        }
+    }
+
+    // The right operand of the updates: of block s of 16 entries, both parts of c of the tokens of every lane.
+    struct Updates {
+        u32 c[RESULT_TOKENS][ENTRIES / 16][2];
+        float unit[RESULT_TOKENS];
+        u32 present[ENTRIES / 16][2];  // which of the left operand's halves are values
+        ACT* o;                        // of the head, in the lane's row of the first tile
+    };
+    __device__ void load_updates(Updates& to, int n) const {
+        const int g = lane / 4, t = lane % 4;
+        to.o = opaque(w.of_head(n).o(0) + lane_row());
+#pragma unroll
+        for (int s = 0; s < 2 * (ENTRIES / 16); ++s) {
+            const int behind = history + tokens - 8 * s - 2 * t;
+            to.present[s / 2][s % 2] = opaque(behind > 1 ? -1 : behind > 0 ? 0xffff : 0);
+        }
+#pragma unroll
+        for (int i = 0; i < RESULT_TOKENS; ++i) {
+            const T* c = reinterpret_cast<const T*>(in.results.c[n][lane_token(i, g / 2)][g % 2]) + 2 * t;
+#pragma unroll
+            for (int s = 0; s < 2 * (ENTRIES / 16); ++s) to.c[i][s / 2][s % 2] = *reinterpret_cast<const u32*>(c + 8 * s);
+            to.unit[i] = in.results.unit[n][lane_token(i, t)];
+        }
+    }
+    // Sums of them for a tile.
+    __device__ void add_updates(const Updates& updates, const ACT* own_values, Accumulator (&sums)[RESULT_TOKENS]) const {
+        const int entries = history + tokens;
+#pragma unroll
+        for (int s = 0; s < ENTRIES / 16; ++s) {
+            if (16 * s >= entries) continue;
+            TransposedBlock block = load_transposed_at(own_values + 16 * s * VALUE_PITCH);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) block.v[i] &= updates.present[s][i / 2];
+#pragma unroll
+            for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
+        }
+    }
+    __device__ void store(const Updates& updates, const Accumulator (&sums)[RESULT_TOKENS], const float (&results)[RESULTS], int row) const {
+        const int t = lane % 4;
+        ACT* o = updates.o + row;
+#pragma unroll
+        for (int i = 0; i < RESULT_TOKENS; ++i) {
+            if (!owns(i)) continue;
+            ACT* to = o + lane_token(i, t) * (VALUE_HEADS * VALUE_DIM);
+            const float upper = sums[i].v[0] + sums[i].v[1], lower = sums[i].v[2] + sums[i].v[3];
+            if constexpr (ONE_ROW) {
+                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[0], lane_row() < 8 ? upper : lower));
+            } else {
+                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i], upper));
+                to[8] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i + 1], lower));
             }
         }
     }
 
     __device__ void read() {
+        constexpr int HEAD_PARTS = SLICE / PART_ROWS;
+        const bool stored = w.row.folded > 0;
         vec<u32, 4> kept[KEPT_X] = {};
-        const int tiles = head_tiles();
+        Updates updates;
+        const int code = opaque(code_at()), scale = opaque(scale_at()), value = opaque(value_at());
 #pragma unroll 1
-        for (int tile = 0; tile < HEADS * tiles; ++tile) {
-            const int n = tile / tiles, stage = tile % COPY_STAGES;
-            if (KEEPS_X && tile % tiles == 0) {
+        for (int part = 0; part < PARTS; ++part) {
+            const int n = part / HEAD_PARTS, stage = part % COPY_STAGES, row = part % HEAD_PARTS * PART_ROWS;
+            if (part % HEAD_PARTS == 0) {
+                load_updates(updates, n);
+                if constexpr (KEEPS_X)
 #pragma unroll
-                for (int m = 0; m < KEPT_X; ++m) kept[m] = load_x(n, m / UNITS_A_LANE, m % UNITS_A_LANE);
+                    for (int m = 0; m < KEPT_X; ++m) kept[m] = load_x(n, m / UNITS_A_LANE, m % UNITS_A_LANE);
             }
-            wait_barrier(&in.ready[warp][stage], tile / COPY_STAGES % 2);
-            multiply(shared.tiles[warp][stage], kept, n, first_row(tile));
-            if (COPY_STAGES < MOST_TILES) {
-                __syncwarp();
-                if (lane == 0 && tile + COPY_STAGES < HEADS * tiles) request_tile(tile + COPY_STAGES);
+            if (stored) wait_barrier(&in.ready[stage], part / COPY_STAGES % 2);
+            const CopyPart& from = shared.parts[stage];
+// Two tiles of a step of one token side by side, whose stages wait for each other less.
+#pragma unroll READ_TOKENS == 1 ? 2 : 1
+            for (int at = warp * COPY_ROWS; at < PART_ROWS; at += WARPS * COPY_ROWS) {
+                float results[RESULTS] = {};
+                Accumulator sums[RESULT_TOKENS] = {};
+                add_updates(updates, in.v[n][0] + row + at + value, sums);
+                if (stored) multiply(from.codes + at * CODE_ROW + code, from.scales + at * SCALE_ROW + scale, kept, n, results);
+                store(updates, sums, results, row + at);
+            }
+            if constexpr (COPY_STAGES < PARTS) {
+                __syncthreads();
+                if (threadIdx.x == 0 && stored && part + COPY_STAGES < PARTS) request_part(part + COPY_STAGES);
             }
         }
     }
 
-    // o += sum_j c_j v_j, a thread for a value row; appends the step's v.
-    __device__ void finish() const {
-        const bool appends = gram.appends();
+    // The step's v to the ring.
+    __device__ void append_values() const {
+        if (!adjoint.appends()) return;
 #pragma unroll 1
-        for (int m = threadIdx.x; m < HEADS * SLICE; m += THREADS) {
-            const int n = m / SLICE, row = m % SLICE;
-            const Work head = w.of_head(n);
-            float o[READ_TOKENS];
-#pragma unroll
-            for (int i = 0; i < READ_TOKENS; ++i)
-                o[i] = w.row.folded > 0 && i < tokens ? in.o[n][i][row] * in.results.unit[n][i] : 0.0f;
-#pragma unroll 4
-            for (int j = 0; j < history + tokens; ++j) {
-                const float v = to_float(in.v[n][j][row]);
-#pragma unroll
-                for (int i = 0; i < READ_TOKENS; ++i)
-                    if (j <= history + i && i < tokens) o[i] = fmaf(in.results.c[n][i][j], v, o[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < READ_TOKENS; ++i) {
-                if (i >= tokens) break;
-                head.o(i)[row] = from_float<ACT>(o[i]);
-                if (appends) w.t.ring_v_out[head.ring_v_at(w.append_row(i)) + row] = in.v[n][history + i][row];
-            }
+        for (int m = threadIdx.x; m < HEADS * tokens * VALUE_LANES; m += THREADS) {
+            const int column = m % VALUE_LANES * 8, n = m / VALUE_LANES % HEADS, token = m / (VALUE_LANES * HEADS);
+            *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
+                *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
         }
     }
 };
@@ -243,20 +345,13 @@ template <typename T>
 __device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared) {
     CopyRead<T> read(w, shared);
     read.request();
-    // What the head's products are to be multiplied by, read before it is needed.
-    float unit = CopyRead<T>::CODE_UNIT;
-    if (READ_BITS == 4 && w.row.folded > 0) unit *= *w.of_head(read.gram.warp_head()).copy().head_scale;
-    read.gram.load_gates();
+    float head_scale = 1.0f;
+    if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.warp_head()).copy().head_scale;
+    read.adjoint.load_gates();
     wait_copies();
     __syncthreads();  // keys, queries, values, barriers
-    read.gram.append_keys();
-    read.gram.multiply();
-    __syncthreads();
-    read.gram.solve(unit);
-    __syncthreads();
-    read.gram.combine(CopyRead<T>::place);
-    __syncthreads();
-    if (w.row.folded > 0) read.read();
-    __syncthreads();  // o
-    read.finish();
+    read.append_values();
+    read.adjoint.run(CopyRead<T>::CODE_UNIT * head_scale);
+    __syncthreads();  // x, c
+    read.read();
 }

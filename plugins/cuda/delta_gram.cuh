@@ -10,20 +10,15 @@
 // A lane has an entry; the triangular system is solved from the last entry down. Keys stay as they are stored: their norms
 // go into the coefficients.
 //
-// x is passed on as two float16 parts of x times a power of two that keeps them from vanishing: |x| <= exp(G_L) K^-1/2.
+// |x| <= exp(G_L) K^-1/2, which says what it can be multiplied by.
 #pragma once
-#include "async_copy.cuh"
-#include "delta_lanes.cuh"
-#include "delta_read.cuh"
+#include "delta_adjoint.cuh"
 #include "mma.cuh"
 
-// Ring rows that a step may find.
-constexpr int GRAM_HISTORY = RING_ROWS > WINDOW ? WINDOW : WINDOW - 1;
-constexpr int GRAM_ROWS = GRAM_HISTORY + READ_TOKENS, ENTRIES = (GRAM_ROWS + 15) / 16 * 16;
-constexpr bool GRAM = TOKENS > 0 && WIDE && !PER_CHANNEL && !DERIVED && KEY_DIM % 64 == 0 && KEY_DIM <= 128 && ENTRIES <= 32 &&
-                      sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int GRAM_PITCH = KEY_DIM + (READ_TOKENS > 8 ? 8 : 16), PRODUCT_PITCH = ENTRIES + 1;
+
+constexpr int KEY_HEADS_HERE = HEADS / KEYS;  // value heads of the block that share a key head
 
 // Dead once x is known.
 struct GramInputs {
@@ -31,51 +26,59 @@ struct GramInputs {
     ACT q[KEYS][READ_TOKENS][GRAM_PITCH];
     float kk[KEYS][ENTRIES][PRODUCT_PITCH];      // [i][j], i >= j
     float qk[KEYS][READ_TOKENS][PRODUCT_PITCH];  // [token][j]
-    alignas(16) float along[HEADS][ENTRIES][READ_TOKENS];  // what x loses of key j
+    alignas(16) float along[KEYS][ENTRIES][KEY_HEADS_HERE][READ_TOKENS];  // what x loses of key j
     float whole[HEADS][READ_TOKENS];             // what it has of q
 };
 
-// What the adjoint leaves behind.
-struct GramResults {
-    fp16 x[HEADS][READ_TOKENS][2][KEY_DIM];  // upper and lower parts, in the order of x_place
-    float c[HEADS][READ_TOKENS][ENTRIES];
-    float unit[HEADS][READ_TOKENS];  // by which products with x are to be multiplied
-};
+// Tokens that a warp solves at once, one beside the other.
+constexpr int SOLVED_TOKENS = READ_TOKENS < 4 ? READ_TOKENS : READ_TOKENS > 4 * HEAD_WARPS ? READ_TOKENS / HEAD_WARPS : 4;
 
-// T: of keys, queries and values.
-template <typename T>
+// T: of keys, queries and values. Results: Adjoint<T> or FloatAdjoint.
+template <typename T, typename Results>
 struct Gram {
     const Work& w;
     GramInputs& in;
-    GramResults& out;
+    Results& out;
     const int warp, lane, history, tokens;
     float g, beta;  // of the lane's entry, in the head of the warp
 
-    __device__ Gram(const Work& work, GramInputs& inputs, GramResults& results)
+    __device__ Gram(const Work& work, GramInputs& inputs, Results& results)
         : w(work), in(inputs), out(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
           tokens(work.row.tokens), g(0.0f), beta(0.0f) {}
 
     __device__ bool appends() const { return !w.row.absorbs(); }
+    // Head and first token of a warp while the triangular system is solved.
     __device__ int warp_head() const { return warp % HEADS; }
+    __device__ int first_token() const { return warp / HEADS * SOLVED_TOKENS; }
+    __device__ bool solves() const { return first_token() < READ_TOKENS; }
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
 
+    // Keys of every entry and the tokens' queries, 16 bytes a lane.
+    static constexpr int ROW_LANES = KEY_DIM / 8;
     __device__ void request() const {
-        constexpr int UNITS = KEY_DIM / 8;  // of 16 bytes
-        for (int at = threadIdx.x; at < KEYS * (history + 2 * tokens) * UNITS; at += THREADS) {
-            const int column = at % UNITS * 8, row = at / UNITS % (history + 2 * tokens), key = at / UNITS / (history + 2 * tokens);
-            const Work head = w.of_head(key * (HEADS / KEYS));
-            if (row < history)
-                copy_16_bytes(&in.k[key][row][column], w.t.ring_k + head.ring_k_at(w.history_row(row)) + column);
-            else if (row < history + tokens)
-                copy_16_bytes(&in.k[key][row][column], head.k(row - history) + column);
-            else
-                copy_16_bytes(&in.q[key][row - history - tokens][column], head.q(row - history - tokens) + column);
+        const int column = threadIdx.x % ROW_LANES * 8;
+#pragma unroll
+        for (int key = 0; key < KEYS; ++key) {
+            const Work head = w.of_head(key * KEY_HEADS_HERE);
+            const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_k) + head.ring_k_at(0) + column);
+#pragma unroll 1
+            for (int j = threadIdx.x / ROW_LANES; j < history; j += THREADS / ROW_LANES)
+                copy_16_bytes(&in.k[key][j][column], ring + w.history_row(j) * KEY_DIM);
+            // By other warps, if there are few.
+            const T* q = opaque(head.q(0) + column);
+#pragma unroll 1
+            for (int i = (threadIdx.x + THREADS / 2) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
+                const T* token = q + i * w.t.qkv_stride;
+                copy_16_bytes(&in.q[key][i][column], token);
+                copy_16_bytes(&in.k[key][history + i][column], token + KEY_HEADS * KEY_DIM);
+            }
         }
     }
 
     // Gates of the warp's head; those of tokens are appended to the ring on the way.
     __device__ void load_gates() {
+        if (!solves()) return;
         const Work head = w.of_head(warp_head());
         const int token = lane - history;
         if (token < 0) {
@@ -85,7 +88,7 @@ struct Gram {
         } else if (token < tokens) {
             beta = head.beta(head.beta_logit(token));
             g = head.log_decay(head.decay_logit(token, 0), 0);
-            if (warp < HEADS && head.leads_head() && appends()) {
+            if (first_token() == 0 && head.leads_head() && appends()) {
                 const int row = w.append_row(token);
                 w.t.ring_beta_out[head.ring_beta_at(row)] = beta;
                 w.t.ring_g_out[head.ring_g_at(row)] = g;
@@ -95,14 +98,16 @@ struct Gram {
 
     __device__ void append_keys() const {
         if (!appends()) return;
-        constexpr int UNITS = KEY_DIM / 8;
-        for (int at = threadIdx.x; at < KEYS * tokens * UNITS; at += THREADS) {
-            const int column = at % UNITS * 8, token = at / UNITS % tokens, key = at / UNITS / tokens;
-            const Work head = w.of_head(key * (HEADS / KEYS));
-            if (!head.leads_key_head()) continue;
-            *reinterpret_cast<uint4*>(w.t.ring_k_out + head.ring_k_at(w.append_row(token)) + column) =
-                *reinterpret_cast<const uint4*>(&in.k[key][history + token][column]);
-        }
+        const int column = threadIdx.x % ROW_LANES * 8;
+#pragma unroll 1
+        for (int token = threadIdx.x / ROW_LANES; token < tokens; token += THREADS / ROW_LANES)
+#pragma unroll
+            for (int key = 0; key < KEYS; ++key) {
+                const Work head = w.of_head(key * KEY_HEADS_HERE);
+                if (!head.leads_key_head()) continue;
+                *reinterpret_cast<uint4*>(w.t.ring_k_out + head.ring_k_at(w.append_row(token)) + column) =
+                    *reinterpret_cast<const uint4*>(&in.k[key][history + token][column]);
+            }
     }
 
     // ---- products ----------------------------------------------------------------------------------------------------
@@ -141,92 +146,156 @@ struct Gram {
 
     // ---- the triangular system -----------------------------------------------------------------------------------------
 
-    // Of the warp's tokens: tokens of one head are divided among its warps.
+    // 2^x, and nothing for what is next to nothing.
+    __device__ static float power(float x) {
+        float y;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+
+    __device__ static float of_lane(float x, int from) { return __shfl_sync(~0u, x, from); }
+
+    // Of the warp's head and tokens. `unit` becomes part of what products are multiplied by.
     __device__ void solve(float unit) const {
-        const int n = warp_head(), key = n / (HEADS / KEYS), entries = history + tokens, entry = lane % ENTRIES;
+        if (!solves()) return;
+        const int n = warp_head(), key = n / KEY_HEADS_HERE, own = lane, entry = own % ENTRIES;
+        const int entries = history + tokens, first_last = history + first_token();
         const float squares = in.kk[key][entry][entry];
-        const float norm = lane < entries ? rsqrtf(squares + NORM_EPSILON) : 0.0f;
-        float pairs[ENTRIES];  // [i]: exp(G_i - G_lane) k_i . k_lane
+        const float norm = own < entries ? rsqrtf(squares + NORM_EPSILON) : 0.0f, log2_g = g * LOG2_E;
+        const float gain = own < entries ? beta * norm * norm : 0.0f;
+        float(&along)[READ_TOKENS] = in.along[key][entry][n % KEY_HEADS_HERE];
+        float pairs[ENTRIES];  // [i]: -exp(G_i - G_own) k_i . k_own
         float since = 0.0f, from_start = 0.0f;
 #pragma unroll
-        for (int i = 0; i < ENTRIES; ++i) {
-            const float step = __shfl_sync(~0u, g, i);
-            if (i > lane) since += step;
-            if (i <= lane) from_start += step;
-            const float decay = __expf(since);
-            pairs[i] = i > lane && i < entries ? decay * in.kk[key][i][entry] : 0.0f;
-            // The decays up to a token, for later.
-            const int token = i - history;
-            if (token >= warp / HEADS && token < tokens && (token - warp / HEADS) % HEAD_WARPS == 0 && lane < ENTRIES)
-                out.c[n][token][lane] = decay;
+        for (int first = 0; first < ENTRIES; first += 8) {
+            // Those above 8 are often none.
+            if (first >= entries) {
+#pragma unroll
+                for (int i = first; i < first + 8; ++i) pairs[i] = 0.0f;
+                continue;
+            }
+#pragma unroll
+            for (int i = first; i < first + 8; ++i) {
+                const float step = of_lane(log2_g, i);
+                if (i > own)
+                    since += step;
+                else
+                    from_start += step;
+                const float decay = power(since);
+                pairs[i] = i > own && i < entries ? -decay * in.kk[key][i][entry] : 0.0f;
+                // The decays up to a token, for later; those of a single one remain at hand.
+                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES) along[i - history] = decay;
+            }
         }
-        const float gain = lane < entries ? beta * norm * norm : 0.0f, key_decay = __expf(from_start);
-#pragma unroll 1
-        for (int token = warp / HEADS; token < tokens; token += HEAD_WARPS) {
-            const int last = history + token;
-            float q_squares = 0.0f;
+        const float key_decay = power(from_start);
+        float norms[SOLVED_TOKENS] = {}, y[SOLVED_TOKENS];
+#pragma unroll
+        for (int k = 0; k < SOLVED_TOKENS; ++k)
 #pragma unroll
             for (int c = 2 * lane; c < KEY_DIM; c += 64) {
                 float q[2];
-                load_vector<2>(&in.q[key][token][c], q);
-                q_squares += q[0] * q[0] + q[1] * q[1];
+                load_vector<2>(&in.q[key][first_token() + k][c], q);
+                norms[k] += q[0] * q[0] + q[1] * q[1];
             }
-            const float q_norm = rsqrtf(warp_sum(q_squares) + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
-            float y = lane <= last ? q_norm * in.qk[key][token][entry] * out.c[n][token][entry] : 0.0f;
+        sum_all<32>(norms);
 #pragma unroll
-            for (int i = ENTRIES - 1; i > 0; --i)
-                if (i <= last) y = fmaf(-pairs[i], __shfl_sync(~0u, gain * y, i), y);
-            // The power of two that makes exp(G_L) at least 2^8, unless it is next to nothing.
-            const float whole = __expf(__shfl_sync(~0u, from_start, last));
-            const u32 exponent = __float_as_uint(whole) >> 23;
-            const float up = __uint_as_float((exponent > 16 ? 262 - exponent : 127) << 23);
-            if (lane < ENTRIES) {
-                out.c[n][token][lane] = lane <= last ? beta * norm * y : 0.0f;
-                in.along[n][lane][token] = lane <= last ? -(gain * y * key_decay) * up : 0.0f;
+        for (int k = 0; k < SOLVED_TOKENS; ++k) {
+            const int token = first_token() + k;
+            norms[k] = rsqrtf(norms[k] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+            const float decay = READ_TOKENS > 1 ? along[token] : power(since);
+            y[k] = own <= history + token ? norms[k] * in.qk[key][token][entry] * decay : 0.0f;
+        }
+        // Four entries at once, from the last down: what they take of each other is known before, so that one exchange serves all
+        // four. Entries behind a token have no y.
+#pragma unroll
+        for (int first = ENTRIES - 4; first >= 0; first -= 4) {
+            if (first >= entries) continue;
+            float within[4][4];  // [m][n]: what entry first + m takes of first + n, n > m
+#pragma unroll
+            for (int n = 1; n < 4; ++n)
+#pragma unroll
+                for (int m = 0; m < n; ++m) within[m][n] = of_lane(gain * pairs[first + n], first + m);
+#pragma unroll
+            for (int k = 0; k < SOLVED_TOKENS; ++k) {
+                float c[4];
+#pragma unroll
+                for (int m = 3; m >= 0; --m) {
+                    c[m] = of_lane(gain * y[k], first + m);
+#pragma unroll
+                    for (int n = 3; n > m; --n) c[m] = fmaf(within[m][n], c[n], c[m]);
+                }
+#pragma unroll
+                for (int m = 3; m >= 0; --m) y[k] = fmaf(pairs[first + m], c[m], y[k]);
             }
-            if (lane == 0) {
-                in.whole[n][token] = q_norm * whole * up;
-                out.unit[n][token] = unit * __uint_as_float((exponent > 16 ? exponent - 8 : 127) << 23);
+        }
+#pragma unroll
+        for (int k = 0; k < SOLVED_TOKENS; ++k) {
+            const int token = first_token() + k, last = history + token;
+            const float whole = power(of_lane(from_start, last));
+            const Rescaling to(whole, 8);
+            if (own < ENTRIES) {
+                out.store_sum(n, token, own, own <= last ? beta * norm * y[k] : 0.0f);
+                along[token] = own <= last ? -(gain * y[k] * key_decay) * to.factor : 0.0f;
+            }
+            if (own == 0) {
+                in.whole[n][token] = norms[k] * whole * to.factor;
+                out.unit[n][token] = unit * to.inverse;
             }
         }
     }
 
     // ---- x -------------------------------------------------------------------------------------------------------------
 
-    // A thread has two neighbouring columns of some tokens. `place`: where a column of x belongs.
-    template <typename Place>
-    __device__ void combine(Place place) const {
-        constexpr int GROUP = READ_TOKENS < 4 ? READ_TOKENS : 4, GROUPS = READ_TOKENS / GROUP, COLUMN_PAIRS = KEY_DIM / 2;
+    // A thread has two neighbouring columns of some tokens, or one if there are threads enough, for the heads that share a key head.
+    __device__ void combine() const {
+        constexpr int GROUP = READ_TOKENS < 4 ? READ_TOKENS : 4, GROUPS = READ_TOKENS / GROUP;
+        constexpr int COLUMNS = KEYS * GROUPS * KEY_DIM <= THREADS ? 1 : 2, PARTS = KEY_DIM / COLUMNS;
 #pragma unroll 1
-        for (int m = threadIdx.x; m < HEADS * GROUPS * COLUMN_PAIRS; m += THREADS) {
-            const int column = m % COLUMN_PAIRS * 2, first = m / COLUMN_PAIRS % GROUPS * GROUP, n = m / (COLUMN_PAIRS * GROUPS);
-            const int key = n / (HEADS / KEYS);
-            float x[GROUP][2];
+        for (int m = threadIdx.x; m < KEYS * GROUPS * PARTS; m += THREADS) {
+            const int column = m % PARTS * COLUMNS, first = m / PARTS % GROUPS * GROUP, key = m / (PARTS * GROUPS);
+            float x[KEY_HEADS_HERE][GROUP][COLUMNS];
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
-                load_vector<2>(&in.q[key][first + i][column], x[i]);
-                x[i][0] *= in.whole[n][first + i], x[i][1] *= in.whole[n][first + i];
+                float q[COLUMNS];
+                load_vector<COLUMNS>(&in.q[key][first + i][column], q);
+#pragma unroll
+                for (int n = 0; n < KEY_HEADS_HERE; ++n) {
+                    const float whole = in.whole[key * KEY_HEADS_HERE + n][first + i];
+#pragma unroll
+                    for (int e = 0; e < COLUMNS; ++e) x[n][i][e] = whole * q[e];
+                }
             }
             const int entries = history + min(tokens, first + GROUP);
 #pragma unroll 4
             for (int j = 0; j < entries; ++j) {
-                float k[2], along[GROUP];
-                load_vector<2>(&in.k[key][j][column], k);
-                load_vector<GROUP>(&in.along[n][j][first], along);
+                float k[COLUMNS];
+                load_vector<COLUMNS>(&in.k[key][j][column], k);
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    if (READ_TOKENS > 1 && j > history + first + i) continue;
-                    x[i][0] = fmaf(along[i], k[0], x[i][0]), x[i][1] = fmaf(along[i], k[1], x[i][1]);
+                for (int n = 0; n < KEY_HEADS_HERE; ++n) {
+                    float along[GROUP];
+                    load_vector<GROUP>(&in.along[key][j][n][first], along);
+#pragma unroll
+                    for (int i = 0; i < GROUP; ++i)
+#pragma unroll
+                        for (int e = 0; e < COLUMNS; ++e) x[n][i][e] = fmaf(along[i], k[e], x[n][i][e]);
                 }
             }
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i)
+            for (int n = 0; n < KEY_HEADS_HERE; ++n)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const fp16 upper = from_float<fp16>(x[i][e]);
-                    out.x[n][first + i][0][place(column + e)] = upper;
-                    out.x[n][first + i][1][place(column + e)] = from_float<fp16>(x[i][e] - to_float(upper));
-                }
+                for (int i = 0; i < GROUP; ++i)
+#pragma unroll
+                    for (int e = 0; e < COLUMNS; ++e) out.store(key * KEY_HEADS_HERE + n, first + i, column + e, x[n][i][e]);
         }
+    }
+
+    // All of it, once the inputs are there; for all threads.
+    __device__ void run(float unit) const {
+        append_keys();
+        multiply();
+        __syncthreads();
+        solve(unit);
+        __syncthreads();
+        combine();
     }
 };

@@ -85,7 +85,10 @@ struct ChunkPairs {
 #pragma unroll
         for (int m = 0; m < PART; m += 4) load_vector<4>(&in.k[i][column(m)], carried + m);
         for (int j = l; j < CHUNK; j += ENTRY_LANES)
-            if (j < warp_first || j >= count) shared.kk[j][i] = shared.qk[j][i] = 0.0f;
+            if (j < warp_first || j >= count) {
+                shared.kk[j][i] = 0.0f;
+                if (OUTPUTS) shared.qk[j][i] = 0.0f;
+            }
 #pragma unroll 2
         for (int j = warp_first; j < count; ++j) {
             float k_sums[4] = {}, q_sums[4] = {};
@@ -121,7 +124,7 @@ struct ChunkPairs {
                 keys[j] = to_float(in.k[j][c]);
                 product *= shared.decay[PER_CHANNEL ? j : 0][c];
                 in.k[j][c] = from_float<STAGED>(keys[j] * product);
-                in.q[j][c] = from_float<STAGED>(to_float(in.q[j][c]) * product);
+                if constexpr (STAGES_QUERIES) in.q[j][c] = from_float<STAGED>(to_float(in.q[j][c]) * product);
             }
             shared.last[c] = product;
             product = 1.0f;

@@ -85,7 +85,10 @@ __device__ __forceinline__ void wait_cluster() {
 // `make`: the work of a maker.
 template <typename Make>
 __device__ __forceinline__ void delta_prefill(Shared& shared, const Tensors& t, const int* step, Make make) {
-    const auto work = [&] { return Work{t, load_row(step, opaque(int(blockIdx.y)), t.tokens), 0}; };
+    const auto work = [&] {
+        const int row = opaque(int(blockIdx.y));
+        return Work{t, {load_row(step, row, t.tokens), row}, 0};
+    };
     const Work w = work();
     const int valid = w.row.slot < 0 ? 0 : w.row.tokens;
     zero_tokens(w, valid);

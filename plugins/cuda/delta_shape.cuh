@@ -56,17 +56,20 @@ struct Tensors {
 #define COPY_TENSORS nullptr, nullptr, nullptr, 0, 0, 0
 #endif
 
+// Rows that fold come first where a fold takes much longer than other steps; with decays per channel no register is left for it.
+constexpr bool IN_TURN = COPIED && TOKENS > 0 && !PER_CHANNEL;
+
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.
 struct Work {
     const Tensors& t;
-    Row row;
+    RowInTurn row;
     int n;  // which of the block's heads
 
     // The same for the block's head n.
     __device__ Work of_head(int n) const { return {t, row, n}; }
 
-    __device__ int batch() const { return blockIdx.y; }
+    __device__ int batch() const { return IN_TURN ? row.number : int(blockIdx.y); }
     __device__ int head() const { return opaque(int(blockIdx.x)) / SPLIT * HEADS_A_BLOCK + n; }
     __device__ i64 slot() const { return opaque(int(row.slot)); }
     __device__ int key_head() const { return head() / HEADS_PER_KEY; }
@@ -74,8 +77,8 @@ struct Work {
     __device__ int value_rows() const { return min(SLICE, VALUE_DIM - first_row()); }
     __device__ bool leads_head() const { return first_row() == 0; }
     __device__ bool leads_key_head() const { return leads_head() && head() % HEADS_PER_KEY == 0; }
-    __device__ int history_row(int j) const { return (row.folded + j) % RING_ROWS; }
-    __device__ int append_row(int i) const { return (row.committed + i) % RING_ROWS; }
+    __device__ int history_row(int j) const { return u32(row.folded + j) % RING_ROWS; }
+    __device__ int append_row(int i) const { return u32(row.committed + i) % RING_ROWS; }
 
     // First element of a state row of the slice, and of a ring row, in their pools.
     __device__ i64 state_at(int value_row) const {

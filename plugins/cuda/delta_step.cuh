@@ -2,6 +2,7 @@
 #pragma once
 #include "delta_chunk.cuh"
 #include "delta_copy_read.cuh"
+#include "delta_fold.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
 
@@ -12,7 +13,8 @@ constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = READS ? sizeof(ReadShared) : READS_COPY ? sizeof(CopyReadShared) : ANSWERS_FROM_COPY ? sizeof(RecurrentShared) : 0;
-constexpr int SHARED_BYTES = larger(READ_BYTES, RECURS ? sizeof(RecurrentShared) : sizeof(ChunkShared));
+constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
+constexpr int SHARED_BYTES = larger(READ_BYTES, REPLAY_BYTES);
 
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
 template <Pass PASS>
@@ -41,13 +43,17 @@ __device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) 
     if (!row.folds()) return;
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
-    replay<Pass::FOLD>(block, memory);
+    if constexpr (STREAMS && !RECURS && sizeof(T) > 0)
+        Fold{block, *reinterpret_cast<FoldShared*>(memory)}.run();
+    else
+        replay<Pass::FOLD>(block, memory);
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     static_assert(SHARED_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
-    Work block{t, load_row(step, blockIdx.y, t.tokens), 0};
+    const int turn = blockIdx.y;
+    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
     Row& row = block.row;
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
@@ -59,7 +65,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {
-            if (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS)
+            if (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS && (!GRAM || row.history() + row.tokens <= ENTRIES))
                 return read_step(block, *reinterpret_cast<ReadShared*>(memory));
         }
         replay<Pass::BOTH>(block, memory);

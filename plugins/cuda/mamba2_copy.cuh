@@ -39,19 +39,6 @@ struct CopyColumns {
     }
 };
 
-// Lane t of each quad has item i in v[i]; afterwards it has item t of lane i there.
-__device__ __forceinline__ void transpose_quad(u32 (&v)[4], int t) {
-#pragma unroll
-    for (int distance = 1; distance < 4; distance <<= 1)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & distance) continue;
-            const bool upper = t & distance;
-            const u32 received = __shfl_xor_sync(~0u, upper ? v[i] : v[i + distance], distance);
-            (upper ? v[i] : v[i + distance]) = received;
-        }
-}
-
 // Blocks of 32 columns of a row whose codes leave together, in accesses of 16 bytes that fill whole sectors of memory.
 constexpr int COPY_STORE_BLOCKS = BLOCKS > 4 ? 2 : BLOCKS;
 

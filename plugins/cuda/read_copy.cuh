@@ -166,6 +166,19 @@ __device__ __forceinline__ void store_codes(u8* to, u32 four) {
         *reinterpret_cast<u16*>(to) = u16(four);
 }
 
+// Lane t of each quad has item i in v[i]; afterwards it has item t of lane i there.
+__device__ __forceinline__ void transpose_quad(u32 (&v)[4], int t) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance <<= 1)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance) continue;
+            const bool upper = t & distance;
+            const u32 received = __shfl_xor_sync(~0u, upper ? v[i] : v[i + distance], distance);
+            (upper ? v[i] : v[i + distance]) = received;
+        }
+}
+
 // ---- whole heads -----------------------------------------------------------------------------------------------------
 
 // Value of a copy's element; `copy` is that of a head [.., HEAD_COLUMNS].

@@ -89,3 +89,9 @@ __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
 }
+// Of an address: it stays in two registers, and what is added to it is added in bytes.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}

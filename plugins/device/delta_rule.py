@@ -32,6 +32,8 @@ CHUNK = 16
 TILE_ROWS = 64
 #: Longest step whose inputs leave shared memory for two heads of a block.
 MOST_TOKENS_OF_TWO_HEADS = 4
+#: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling.
+COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
 
@@ -158,11 +160,15 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
 
     A decode step wants many, because a block waits for its inputs before it multiplies, but no more than leave it the
     registers it needs; a prefill fills no GPU with blocks and wants registers. A step of one token whose ring fits into a
-    chunk holds half of the state at a time. Keys that are floats take more registers, and so do 16-bit states with a copy
-    and the longest steps that read one.
+    chunk holds half of the state at a time. Keys that are floats take more registers. With a read copy, a fold has the state
+    in shared memory, unless 16 bits would have to wait there for another chunk.
     """
     if not read_tokens or shape.key_dim > 128:
         return 2
+    if shape.read_dtype != "same" and not shape.per_channel and activation.itemsize == 2:
+        one_chunk = read_tokens == 1 and shape.ring_rows <= CHUNK
+        most = COPY_BLOCKS_AN_SM[read_tokens] if one_chunk or state == torch.float32 else 2
+        return most + one_chunk
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
     copied = shape.read_dtype != "same" and (state.itemsize == 2 or read_tokens == READ_TOKENS[-1])

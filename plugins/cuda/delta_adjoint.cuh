@@ -1,0 +1,130 @@
+// What the adjoint of a step (delta_read.cuh) leaves behind: for products with the checkpoint, or with its copy.
+#pragma once
+#include "delta_chains.cuh"
+
+// Where a column of x belongs, so that a lane's eight columns follow each other as their codes' float16 values do
+// (delta_copy_read.cuh): E2M1 codes that are widened without an instruction for it come out even ones first.
+__device__ __forceinline__ int x_place(int column) {
+    const int at = column % 8;
+    return column - at + (READ_BITS == 4 && !HAS_E2M1 ? at % 2 * 4 + at / 2 : at);
+}
+
+// A power of two that brings a number to at least 2^EXPONENT and below twice that, unless it is next to nothing.
+struct Rescaling {
+    float factor, inverse;
+
+    __device__ __forceinline__ Rescaling(float x, int exponent) {
+        const u32 biased = __float_as_uint(x) >> 23;
+        factor = __uint_as_float((biased > 16 ? 254 + exponent - biased : 127) << 23);
+        inverse = __uint_as_float((biased > 16 ? biased - exponent : 127) << 23);
+    }
+};
+
+template <bool, typename A, typename B>
+struct Either {
+    typedef A type;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    typedef B type;
+};
+
+// In float32, as the checkpoint's products take it.
+struct FloatAdjoint {
+    alignas(16) float x[HEADS][READ_TOKENS][KEY_PADDED];
+    alignas(16) StepSums c;
+    float unit[HEADS][READ_TOKENS];  // by which products with x are to be multiplied
+
+    __device__ __forceinline__ void store(int n, int token, int column, float value) { x[n][token][column] = value; }
+    __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) { c[n][entry][token] = value; }
+};
+
+// Products pass through tensor cores, with x and with c in two parts of 16 bits. x has been multiplied by a power of two that keeps
+// its float16 parts from vanishing; c has the type T of the values.
+template <typename T>
+struct Adjoint {
+    alignas(16) fp16 x[HEADS][READ_TOKENS][2][KEY_DIM];  // in the order of x_place
+    alignas(16) T c[HEADS][READ_TOKENS][2][ENTRIES];     // zero for entries behind the token's
+    float unit[HEADS][READ_TOKENS];                      // by which products with x are to be multiplied
+
+    __device__ __forceinline__ void store(int n, int token, int column, float value) {
+        store_parts(x[n][token], x_place(column), value);
+    }
+    __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) { store_parts(c[n][token], entry, value); }
+
+private:
+    template <typename U, int N>
+    __device__ __forceinline__ static void store_parts(U (&to)[2][N], int at, float value) {
+        const U upper = from_float<U>(value);
+        to[0][at] = upper;
+        to[1][at] = from_float<U>(value - to_float(upper));
+    }
+};
+
+// By chains (delta_chains.cuh), whose x stay in registers until the last.
+struct HeldChains {
+    Chains chains;
+    float x[CHAINS][LANE_COLS];
+
+    __device__ HeldChains(const Work& work, ChainInputs& inputs, StepSums& sums) : chains(work, inputs, sums) {}
+
+    __device__ bool appends() const { return chains.appends(); }
+    __device__ int warp_head() const { return chains.chain_head(); }
+    __device__ bool solves() const { return chains.has_tokens(); }
+
+    __device__ void request() const { chains.request(); }
+    __device__ void load_gates() {
+        chains.load_queries(x);
+        chains.load_gates();
+    }
+    // Calls keep(head, token, x) for the warp's tokens.
+    template <typename Keep>
+    __device__ void run(Keep keep) {
+        chains.append_keys();
+        if (!chains.has_tokens()) return;
+        chains.run(x);
+        __syncwarp();
+#pragma unroll
+        for (int chain = 0; chain < CHAINS; ++chain) {
+            const int token = chains.chain_token(chain);
+            if (token < chains.tokens) keep(chains.chain_head(), token, x[chain]);
+        }
+    }
+};
+
+struct FloatChains : HeldChains {
+    FloatAdjoint& out;
+
+    __device__ FloatChains(const Work& work, ChainInputs& inputs, FloatAdjoint& results)
+        : HeldChains(work, inputs, results.c), out(results) {}
+
+    __device__ void run(float) {
+        HeldChains::run([this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
+    }
+};
+
+struct ChainAdjointInputs : ChainInputs {
+    StepSums sums;
+};
+struct ChainAdjoint : HeldChains {
+    StepSums& sums;
+    Adjoint<ACT>& out;
+
+    __device__ ChainAdjoint(const Work& work, ChainAdjointInputs& inputs, Adjoint<ACT>& results)
+        : HeldChains(work, inputs, inputs.sums), sums(inputs.sums), out(results) {}
+
+    __device__ void run(float unit) {
+        HeldChains::run([this, unit](int n, int token, const float (&x)[LANE_COLS]) {
+            const int lane = chains.lane;
+            u32 largest = 0;
+#pragma unroll
+            for (int i = 0; i < LANE_COLS; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+            const Rescaling to(__uint_as_float(__reduce_max_sync(~0u, largest)), 4);
+#pragma unroll
+            for (int i = 0; i < LANE_COLS; ++i) out.store(n, token, lane_column(lane, i), x[i] * to.factor);
+            if (lane == 0) out.unit[n][token] = unit * to.inverse;
+#pragma unroll
+            for (int j = lane; j < ENTRIES; j += 32) out.store_sum(n, token, j, j <= chains.history + token ? sums[n][j][token] : 0.0f);
+        });
+    }
+};
