@@ -9,6 +9,7 @@ from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.compiler import ARCHITECTURES, cache_folder, compile_kernel, write_atomically
 from trtllm_replayssm.plugins.device import delta_rule, gated_delta, kda, mamba2
+from trtllm_replayssm.plugins.device.mamba2_shape import shared_bytes
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
 from trtllm_replayssm.plugins.kda import KdaAttributes
 from trtllm_replayssm.plugins.launch import Kernel
@@ -62,6 +63,31 @@ def small_kernel(layer: str, dims: tuple[int, int], tokens: int, read_dtype: Rea
 @pytest.mark.parametrize("layer", ["mamba2", "gated_delta", "kda"])
 def test_small_heads_compile(layer, tokens, dims, read_dtype):
     assert not report(small_kernel(layer, dims, tokens, read_dtype), "sm_90a").fault
+
+
+@pytest.mark.parametrize("read_dtype", ["same", "fp8", "nvfp4"])
+@pytest.mark.parametrize(("tokens", "window"), [(16, 24), (8, 40), (1, 16)])
+def test_largest_heads_fit_the_shared_memory_that_is_computed(tokens, window, read_dtype):
+    """Of Falcon-H1-34B; the longest verify steps that a block has room for among them."""
+    kernel = largest_kernel(tokens, window, read_dtype)
+    sizes = dict(kernel.defines)
+    a = Mamba2Attributes(32, sizes["HEAD_DIM"], sizes["STATE_SIZE"], 2, 16, 16)
+    block, head = shared_bytes(a, sizes["TOKENS"], sizes["ENTRIES"])
+    declared = report(kernel, "sm_90a").binary.shared_bytes
+    assert declared <= block + sizes["HEADS_A_BLOCK"] * head < declared + 512
+
+
+@pytest.mark.parametrize("read_dtype", ["same", "fp8", "nvfp4"])
+def test_steps_that_no_block_has_room_for_take_the_plain_recurrence(read_dtype):
+    assert largest_kernel(16, 32, read_dtype).symbol == "mamba2_recurrent"
+    assert largest_kernel(8, 32, read_dtype).symbol != "mamba2_recurrent"
+
+
+def largest_kernel(tokens: int, window: int, read_dtype: ReadDtype) -> Kernel:
+    """What a layer of heads of 128 with states of 256 launches."""
+    a = Mamba2Attributes(32, 128, 256, 2, window, window + (tokens if tokens > 1 else 0), read_dtype=read_dtype)
+    strides = (8,) * (6 + len(copy_names(read_dtype)))
+    return mamba2.launch_record(a, torch.bfloat16, torch.float32, torch.bfloat16, 8, tokens, strides).kernel
 
 
 def test_a_cache_file_that_cannot_be_written_leaves_nothing(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtllm_replayssm.plugins.device.mamba2_copy import copy_step_record, read_bits
 from trtllm_replayssm.plugins.device.mamba2_prefill import prefill_record
 from trtllm_replayssm.plugins.device.mamba2_quantised import quantised_record
-from trtllm_replayssm.plugins.device.mamba2_shape import size_macros, step_launch
+from trtllm_replayssm.plugins.device.mamba2_shape import BLOCK_SHARED_BYTES, shared_bytes, size_macros, step_launch
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
@@ -46,7 +46,7 @@ def launch_record(
         ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
         ("READ_BITS", read_bits(a)),
     )
-    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_registers(a, tokens):
+    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_block(a, tokens):
         return recurrent_record(a, shape, ring, rows, tokens, strides)
     dims = a.head_dim, a.state_size
     if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state) and not read_bits(a):
@@ -85,12 +85,14 @@ def fits_matrix_kernels(
     return narrow and shape and aligned
 
 
-def fits_registers(a: Mamba2Attributes, tokens: int) -> bool:
-    """False for the longest windows with the longest verify steps."""
+def fits_block(a: Mamba2Attributes, tokens: int) -> bool:
+    """False for the longest windows with the longest verify steps, which leave a block too few registers or too little shared
+    memory."""
     if tokens > MAX_VERIFY_TOKENS:
         return True
+    entries = most_entries(a, tokens)
     limit = next(entries for size, entries in MOST_ENTRIES.items() if a.state_size <= size)
-    return most_entries(a, tokens) <= limit
+    return entries <= limit and sum(shared_bytes(a, tokens, entries)) <= BLOCK_SHARED_BYTES
 
 
 def step_record(

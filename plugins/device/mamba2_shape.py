@@ -26,12 +26,18 @@ def size_macros(a: Mamba2Attributes) -> Macros:
     )
 
 
-def head_counts(a: Mamba2Attributes, tokens: int, entries: int, warps: int) -> list[int]:
-    """Heads of a group that a block of a step may take: those whose shares of the sequence fit its shared memory
-    (plugins/cuda/mamba2_weights.cuh), of which a multiprocessor is to hold ``warps`` warps."""
+def shared_bytes(a: Mamba2Attributes, tokens: int, entries: int) -> tuple[int, int]:
+    """Shared memory that a block of a step declares (plugins/cuda/mamba2_weights.cuh): for itself, at most, and for each of
+    its heads."""
     rows, blocks, tiles = 8 * -(-entries // 8), -(-entries // 16), -(-tokens // 8)
-    head = rows * (2 * a.head_dim + 16) + blocks * (512 * tiles + 64) + 32 * tiles + 4 * rows + 12
     block = 512 * blocks * tiles + 16 * a.state_size * tiles + rows * (2 * a.state_size + 16) + 256
+    return block, rows * (2 * a.head_dim + 16) + blocks * (512 * tiles + 64) + 32 * tiles + 4 * rows + 12
+
+
+def head_counts(a: Mamba2Attributes, tokens: int, entries: int, warps: int) -> list[int]:
+    """Heads of a group that a block of a step may take: those whose shares of the sequence fit its shared memory, of which
+    a multiprocessor is to hold ``warps`` warps."""
+    block, head = shared_bytes(a, tokens, entries)
     limit = min(BLOCK_SHARED_BYTES, SHARED_BYTES * (a.head_dim // 16) // warps)
     in_group = a.num_heads // a.n_groups
     return [n for n in range(1, in_group + 1) if in_group % n == 0 and (n == 1 or block + n * head <= limit)]
