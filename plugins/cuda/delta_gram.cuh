@@ -56,6 +56,9 @@ struct Gram {
 
     // Keys of every entry and the tokens' queries, 16 bytes a lane.
     static constexpr int ROW_LANES = KEY_DIM / 8;
+    // By which threads are moved on for the tokens, so that other warps take them if they are few: whole rows, for a thread keeps
+    // its column.
+    static constexpr int OTHER_WARPS = THREADS / 2 % ROW_LANES == 0 ? THREADS / 2 : 0;
     __device__ void request() const {
         const int column = threadIdx.x % ROW_LANES * 8;
 #pragma unroll
@@ -65,10 +68,9 @@ struct Gram {
 #pragma unroll 1
             for (int j = threadIdx.x / ROW_LANES; j < history; j += THREADS / ROW_LANES)
                 copy_16_bytes(&in.k[key][j][column], ring + w.history_row(j) * KEY_DIM);
-            // By other warps, if there are few.
             const T* q = opaque(head.q(0) + column);
 #pragma unroll 1
-            for (int i = (threadIdx.x + THREADS / 2) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
+            for (int i = (threadIdx.x + OTHER_WARPS) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
                 const T* token = q + i * w.t.qkv_stride;
                 copy_16_bytes(&in.q[key][i][column], token);
                 copy_16_bytes(&in.k[key][history + i][column], token + KEY_HEADS * KEY_DIM);
