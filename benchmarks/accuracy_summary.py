@@ -44,6 +44,7 @@ def joined(reports: Sequence[Report]) -> list[Report]:
         first.results += [result for result in report.results if result.name not in known]
         known |= {result.name for result in report.results}
         first.left_out = [name for name in dict.fromkeys(first.left_out + report.left_out) if name not in known]
+        first.failed = {name: why for name, why in (first.failed | report.failed).items() if name not in known}
     return list(models.values())
 
 

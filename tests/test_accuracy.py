@@ -350,10 +350,15 @@ def test_parts_of_a_report_are_joined(
     for path, word in zip(paths, ("nvfp4", "int8 single")):
         assert command(one, tmp_path, monkeypatch, "--only", word) == 0
         (tmp_path / "out" / name).rename(path)
+    second = json.loads(paths[1].read_text())
+    second["failed"] = {"nvfp4 read copy, window 16": "ran in the first part", "float16, standard": "out of registers"}
+    paths[1].write_text(json.dumps(second))
     alone = [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
     monkeypatch.setattr(sys, "argv", ["accuracy_summary", *map(str, paths), "--output", str(tmp_path / "joined")])
     assert accuracy_summary.main() == 0
-    results = json.loads((tmp_path / "joined" / name).read_text())["results"]
+    whole = json.loads((tmp_path / "joined" / name).read_text())
+    results = whole["results"]
+    assert whole["failed"] == {"float16, standard": "out of registers"}
     assert [result["name"] for result in results] == [*alone[0], *alone[1][1:]]
     assert (tmp_path / "joined" / name).with_suffix(".png").exists()
     other = json.loads(paths[1].read_text())
