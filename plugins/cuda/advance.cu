@@ -28,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ int folding[THREADS / 32];
     const Cursors read = {cursors, slot_ids, query_lens, modes, rows, tokens};
     const int thread = threadIdx.x, lane = thread % 32;
-    // All cursors are read before one is written.
-    int others = 0;  // turn of the next row that does not fold
+    int others = 0;  // turn of the next row that does not fold: behind all that do
     for (int first = 0; first < rows; first += THREADS) others += __syncthreads_count(read.plan(first + thread).folds());
     int turn = 0;  // of the next row that folds
     for (int first = 0; first < rows; first += THREADS) {

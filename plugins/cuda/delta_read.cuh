@@ -45,7 +45,8 @@ constexpr bool TILES_FIT = MATRIX ? sizeof(ReadInputs) + 256 <= SHARED_LIMIT : t
 constexpr int TILE_ROWS = TILES_FIT ? tile_rows(32) : 1;
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 
-constexpr bool READS = !COPIED && HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
+constexpr bool READS = !COPIED && HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
+                       VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
 
 struct ReadShared {
     alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][MATRIX ? 1 : TILE_ROWS][KEY_DIM];
@@ -157,7 +158,8 @@ struct Read {
     //
     // x is the left operand: row g is the upper part of token g, row g + 8 the lower one. State rows are the columns of the right one.
 
-    static constexpr int WARP_TILES = WARP_ROWS / MATRIX_ROWS, MATRIX_TOKENS = 8, OPERANDS = (READ_TOKENS + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
+    static constexpr int WARP_TILES = WARP_ROWS / MATRIX_ROWS, MATRIX_TOKENS = 8;
+    static constexpr int OPERANDS = (READ_TOKENS + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
     static constexpr bool KEEPS_X = OPERANDS == 1;
 
     // The lane's columns of its row of a tile.

@@ -2,8 +2,9 @@
 //
 // Macros: ACT, STATE, RING (element types), KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WINDOW, RING_ROWS,
 // TOKENS (most tokens that the read-out serves: 1, 2, 4, 8 or 16; 0 compiles the fold alone), HEADS_A_BLOCK (value heads of
-// a block), SPLIT (blocks that share a head's value rows; 1 where a block has several heads), DERIVED (the ring's v row holds u), ALIGNED (rows of every tensor start on 16 bytes),
-// PER_CHANNEL (kda: one decay per key channel), BETA_SCALE, LOWER_BOUND (kda: 0 for the softplus gate), READ_BITS (read_copy.cuh).
+// a block), SPLIT (blocks that share a head's value rows; 1 where a block has several heads), DERIVED (the ring's v row holds u),
+// ALIGNED (rows of every tensor start on 16 bytes), PER_CHANNEL (kda: one decay per key channel), BETA_SCALE, LOWER_BOUND (kda: 0
+// for the softplus gate), READ_BITS (read_copy.cuh).
 #pragma once
 #include "read_copy.cuh"
 #include "scalars.cuh"

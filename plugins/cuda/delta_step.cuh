@@ -12,7 +12,10 @@ constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int READ_BYTES = READS ? sizeof(ReadShared) : READS_COPY ? sizeof(CopyReadShared) : ANSWERS_FROM_COPY ? sizeof(RecurrentShared) : 0;
+constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
+                           : READS_COPY        ? sizeof(CopyReadShared)
+                           : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
+                                               : 0;
 constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
 constexpr int SHARED_BYTES = larger(READ_BYTES, REPLAY_BYTES);
 

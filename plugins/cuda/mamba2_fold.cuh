@@ -1,4 +1,4 @@
-// The ring moves into the checkpoint:
+// Stage 5 of mamba2_step, if the row folds: the ring moves into the checkpoint.
 //
 //     S = exp(c_last) S0 + sum_{j < entries} u_j B_j^T,   u_j = exp(c_last - c_j) dt_j x_j
 //

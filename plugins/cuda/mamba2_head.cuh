@@ -1,4 +1,4 @@
-// Stage 3 of mamba2_step: a warp's 16 rows of a head, y_i = exp(c_e) S0 C_i + sum_j M_ij x_j (names in mamba2_replay.cuh).
+// Stage 4 of mamba2_step: a warp's 16 rows of a head, y_i = exp(c_e) S0 C_i + sum_j M_ij x_j (names in mamba2_replay.cuh).
 #pragma once
 #include "mamba2_weights.cuh"
 
@@ -42,7 +42,6 @@ struct StateChunk {
             v[k][0].template load<UPDATE>(rows, k, t), v[k][1].template load<UPDATE>(rows + 8 * STATE_SIZE, k, t);
     }
 };
-
 
 // A head's outputs as they form: tile q holds tokens g and g + 8, channels 8 q + 2 t and 8 q + 2 t + 1 of the warp's 16. The
 // state and x are the second operands: a lane's adjacent elements are one, without moving a register.

@@ -1,4 +1,4 @@
-// Stage 2 of mamba2_step: what a block works out once for all its heads and warps.
+// Stage 3 of mamba2_step: what a block works out once for all its heads and warps.
 //
 // x of every entry is copied to shared memory, without passing a register; B . C of the group, time steps and decays become the
 // weights M_ij (formula and names in mamba2_replay.cuh), which lie ready as operands when the heads are taken up.
