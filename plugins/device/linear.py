@@ -17,9 +17,10 @@ BLOCK_OUTPUTS = 8
 def suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether ``row_linear`` takes x ``[tokens, in]``, weight ``[out, in]`` and bias ``[out]``."""
     floats = all(tensor is None or tensor.dtype == torch.float32 for tensor in (x, weight, bias))
-    aligned = all(tensor.data_ptr() % 16 == tensor.stride(0) % 4 == 0 for tensor in (x, weight))
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 4 == 0 for tensor in (x, weight))
     dense = weight.is_contiguous() and x.stride(1) == 1
-    return floats and 0 < len(x) <= MOST_ROWS and weight.shape[1] % 4 == 0 and aligned and dense
+    fits = 0 < len(x) <= MOST_ROWS and x.shape[1] == weight.shape[1] and x.shape[1] % 4 == 0
+    return floats and fits and aligned and dense
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

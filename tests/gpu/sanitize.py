@@ -8,13 +8,27 @@ import torch
 from test_delta_rule import FORMATS
 from test_delta_rule import Case as DeltaCase
 from test_delta_rule import run_case as run_delta
+from test_dense import (
+    test_cache_update_of_blocks,
+    test_cache_update_writes_valid_tokens_and_nothing_else,
+    test_decode_attention,
+    test_experts,
+    test_gates,
+    test_rms_norm,
+    test_rope,
+    test_route,
+    test_row_linear,
+)
 from test_mamba2 import BF16, FP32, NANO
 from test_mamba2 import run_case as run_mamba2
 from test_materialise import Case as MaterialiseCase
+from test_quantised_state import FP8, INT8, test_a_prefix_in_another_slot, test_steps
 from test_shared import test_advance_equals_reference, test_causal_conv
 
+from trtllm_replayssm.plugins.device import norms
 
-def main() -> None:
+
+def recurrences() -> None:
     for dtypes in ((BF16, FP32), (BF16, BF16), (FP32, FP32)):
         for tokens, draft in ((1, 0), (4, 3), (40, 0)):
             run_mamba2(NANO, tokens, 16, dtypes, rows=6, draft=draft)
@@ -25,6 +39,13 @@ def main() -> None:
     for layer, read in product(("gated_delta", "kda"), FORMATS):
         for tokens, draft in ((1, 0), (4, 3), (20, 0)):
             run_delta(DeltaCase(layer, tokens, draft=draft, rows=6, read=read))
+    for read in FORMATS:
+        for tokens, draft in ((1, 0), (4, 3), (20, 0)):
+            run_mamba2(NANO, tokens, 16, (BF16, FP32), rows=6, draft=draft, read_dtype=read)
+    for state in (INT8, FP8):
+        for tokens in (1, 4, 40):
+            test_steps("nano", tokens, BF16, state)
+        test_a_prefix_in_another_slot(16, state)
     # The ordinary recurrences.
     for state in (FP32, BF16):
         run_mamba2(NANO, 1, 1, (BF16, state), rows=6)
@@ -35,6 +56,27 @@ def main() -> None:
     test_advance_equals_reference(4, 16)
     for tokens in (1, 5, 40):
         test_causal_conv(BF16, tokens, 4, 96, True)
+
+
+def dense() -> None:
+    for mode in norms.MODES:
+        test_rms_norm(BF16, 130, 2, mode)
+    test_gates(BF16, 7)
+    test_row_linear(3, 1000, 7, True)
+    for dtype in (BF16, FP32):
+        for rows, positions in ((5, 150), (2, 700)):
+            test_decode_attention(dtype, 4, "many", rows, positions)
+        test_cache_update_writes_valid_tokens_and_nothing_else(dtype, 3, 5)
+    test_cache_update_of_blocks()
+    test_rope(True, 64, 64)
+    test_route("sigmoid", 8, 3, 4, 2)
+    for tokens, count, top_k in ((1, 128, 6), (300, 16, 2)):
+        test_experts(tokens, count, top_k, "swiglu", (None, None), BF16)
+
+
+def main() -> None:
+    recurrences()
+    dense()
     torch.cuda.synchronize()
     print("done")
 

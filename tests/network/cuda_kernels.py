@@ -60,7 +60,7 @@ def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor
 
 @contextmanager
 def kernels_in_torch() -> Iterator[None]:
-    """CudaNetwork runs on a CPU with float32 engines; attention, linear layers and experts by torch's operations."""
+    """CudaNetwork runs on a CPU with float32 engines; attention and experts by torch's operations."""
     with (
         patch.object(norms, "rms_norm", rms_norm),
         patch.object(elementwise, "gated", gated),
@@ -68,7 +68,7 @@ def kernels_in_torch() -> Iterator[None]:
         patch.object(attention, "cache_update", cache_update),
         patch.object(attention, "rope", rope),
         patch.object(attention.AttentionShape, "suited", False),
-        patch.object(linear, "suited", lambda *_: False),
+        patch.object(linear, "row_linear", F.linear),
         patch.object(experts, "suited", lambda *_: False),
         patch.object(experts, "MOST_EXPERTS", 0),
     ):

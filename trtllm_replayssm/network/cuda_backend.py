@@ -38,10 +38,10 @@ class CudaNetwork(TorchNetwork):
     def _linear(self, x: Any, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         widened = isinstance(x, Cast) and x.pending and x.x.dtype == torch.bfloat16
         if widened and isinstance(weight, Tensor) and weight.dtype == torch.float32 and bias is None:
-            return wide_linear(as_tokens(x.x), weight).view(*x.shape[:-1], -1)
+            return wide_linear(x.x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
         x = resolved(x)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and linear.suited(tokens := as_tokens(x), weight, bias):
-            return linear.row_linear(tokens, weight, bias).view(*x.shape[:-1], -1)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and linear.suited(flat := x.flatten(0, -2), weight, bias):
+            return linear.row_linear(flat, weight, bias).view(*x.shape[:-1], -1)
         return super()._linear(x, weight, bias)
 
     # ---- sums, gates and norms ---------------------------------------------------------------------------------------
