@@ -162,7 +162,10 @@ struct Chunk {
         count = min(CHUNK, (tokens ? w.row.tokens : w.row.history()) - first);
     }
     __device__ bool appends(const Work& w) const { return tokens && !w.row.absorbs(); }
-    __device__ int ring_row(const Work& w, int i) const { return tokens ? w.append_row(first + i) : w.history_row(first + i); }
+    // As Work has it, but in signed numbers: in unsigned ones the makers' registers spill.
+    __device__ int ring_row(const Work& w, int i) const {
+        return ((tokens ? w.row.committed : w.row.folded) + first + i) % RING_ROWS;
+    }
     __device__ const ACT* q(const Work& w, int i) const { return w.q(first + i); }
     __device__ const ACT* k(const Work& w, int i) const {
         return tokens ? w.k(first + i) : w.t.ring_k + w.ring_k_at(ring_row(w, i));
