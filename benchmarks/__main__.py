@@ -1,8 +1,8 @@
 """Times the CUDA kernels of the recurrent layers beside those of other projects, in one run.
 
     python -m benchmarks fetch                      # once, where there is a network: the peers' kernels, into .peers
-    python -m benchmarks mamba2 --batch 1 64 256    # also gated_delta, kda, or all
     python -m benchmarks compile-fla                # once: what fla's prefill compiles at first use, in several processes
+    python -m benchmarks mamba2 --batch 1 64 256    # also gated_delta, kda, or all
     python -m benchmarks conv                       # the convolution before a step, and both together
     python -m benchmarks plot RESULT.json
 
