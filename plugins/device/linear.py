@@ -15,7 +15,7 @@ BLOCK_OUTPUTS = 8
 
 
 def suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``row_linear`` takes x ``[tokens, in]``, weight ``[out, in]`` and bias ``[out]``."""
+    """Whether ``row_linear`` takes x ``[rows, in]``, weight ``[out, in]`` and bias ``[out]``."""
     floats = all(tensor is None or tensor.dtype == torch.float32 for tensor in (x, weight, bias))
     aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 4 == 0 for tensor in (x, weight))
     dense = weight.is_contiguous() and x.stride(1) == 1
@@ -24,7 +24,7 @@ def suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight^T + bias`` ``[tokens, out]``; see ``suited``."""
+    """``x @ weight^T + bias`` ``[rows, out]``; see ``suited``."""
     (rows, width), outputs = x.shape, len(weight)
     y = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
     integers = (rows, x.stride(0), outputs)

@@ -98,6 +98,7 @@ def test_what_row_linear_does_not_take():
     assert not linear.suited(x[:, 1:61], weight[:, :60].contiguous(), None)
     assert not linear.suited(x.t()[:16, :8], weight[:, :8].contiguous(), None)
     assert not linear.suited(x[:, :32], weight[:, :32], None)
+    assert not linear.suited(x, weight[:, :32].contiguous(), None)
     assert not linear.suited(x.view(8, 128), weight, None)
 
 
