@@ -112,7 +112,9 @@ def compile_kernel(kernel: Kernel, arch: str) -> Binary:
 
 def compile_options(kernel: Kernel, arch: str) -> tuple[str, ...]:
     macros = tuple(f"-D{name}={value}" for name, value in kernel.defines)
-    fixed = ("--std=c++17", "-default-device", f"--include-path={SOURCE_FOLDER}", "--ptxas-options=-v")
+    # NVRTC's own cache answers without the assembler's report, which the registers are read from; ours keeps it.
+    report = ("--no-cache", "--ptxas-options=-v")
+    fixed = ("--std=c++17", "-default-device", f"--include-path={SOURCE_FOLDER}", *report)
     return (f"--gpu-architecture={arch}", *fixed, *macros)
 
 
