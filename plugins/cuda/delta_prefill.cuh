@@ -1,17 +1,15 @@
 // The course of the delta rule's prefill: one block a batch row and some value rows of one head.
 //
-// A block takes the row's sequence, history and tokens, in chunks. STATE_WARPS warps hold the state and take up a chunk, while
-// the others, the makers, make of the next one what does not depend on the state. All meet once a chunk.
+// A block takes the row's sequence, history and tokens, in chunks. ROW_WARPS warps hold 16 value rows of the state each and take
+// up a chunk, while the others, the makers, make of the next one what does not depend on the state. All meet once a chunk.
 //
 // Stages: delta_prefill_chunk.cuh (inputs), gated_delta_makers.cuh or kda_makers.cuh, delta_prefill_rows.cuh.
 #pragma once
 #include "delta_prefill_rows.cuh"
 
-constexpr int ALL_WARPS = 0, MAKERS = 1, STATE_READ = 2, FIRST_SET = 3;  // named barriers; the last of each set of rows
+constexpr int ALL_WARPS = 0, MAKERS = 1, STATE_READ = 2;  // named barriers
 
-__device__ __forceinline__ int threads_of(int barrier) {
-    return barrier == MAKERS ? 32 * MAKER_WARPS : barrier >= FIRST_SET ? 32 * COLUMN_WARPS : BLOCK_THREADS;
-}
+__device__ __forceinline__ int threads_of(int barrier) { return barrier == MAKERS ? 32 * MAKER_WARPS : BLOCK_THREADS; }
 // Waits until all threads of the barrier are here.
 __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads_of(barrier)) : "memory");
@@ -46,7 +44,7 @@ __device__ __forceinline__ void release_reads() {
 
 // `work()`: the block's, read again where it is needed, so that no register holds it while the state answers.
 template <typename Load>
-__device__ __forceinline__ void take_chunks(Shared& shared, u32 lane, Load work) {
+__device__ __forceinline__ void take_chunks(const Shared& shared, u32 lane, Load work) {
     RowState state;
     LoadedValues values;
     const Work first = work();
@@ -58,13 +56,12 @@ __device__ __forceinline__ void take_chunks(Shared& shared, u32 lane, Load work)
         const u32 own = opaque(lane);
         meet(ALL_WARPS);
         const Stage& stage = shared.stage[index % 2];
-        Entries x;
-        Answers answers;
-        state.answer(x, answers, values, shared, stage, own, release_reads, [] { meet(FIRST_SET + row_set()); });
+        Entries x, outputs;
+        state.answer(x, outputs, values, shared, stage, own, release_reads);
         const Work w = work();
         const Chunk chunk(w, index);
-        if (chunk.tokens) answers.store(w, chunk, own);
-        if (chunk.appends(w) && part() == 0) values.append(w, chunk, own);
+        if (chunk.tokens) outputs.store(w, chunk, own);
+        if (chunk.appends(w)) values.append(w, chunk, own);
         values.load(w, Chunk(w, index + 1), own);
         state.update(x, stage, own);
         if (index + 1 == folded_chunks(w.row)) state.store(w, own);
@@ -99,10 +96,10 @@ __device__ __forceinline__ void delta_prefill(Shared& shared, const Tensors& t, 
 
     const u32 lane = threadIdx.x % 32;
     const int warp = warp_index();
-    if (warp < STATE_WARPS)
+    if (warp < ROW_WARPS)
         take_chunks(shared, lane, work);
     else
-        make(w, warp - STATE_WARPS, lane);
+        make(w, warp - ROW_WARPS, lane);
 
     if constexpr (READ_BITS > 0) {
         const Work written = work();

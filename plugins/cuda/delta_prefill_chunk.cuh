@@ -1,8 +1,7 @@
 // Sizes of the delta rule's prefill, its shared memory, and which entries a chunk has.
 //
 // Macros: those of delta_shape.cuh (HEADS_A_BLOCK 1, DERIVED 0, ALIGNED 1, RING the same as ACT, SPLIT the blocks of a head),
-// ROW_WARPS (sets of 16 value rows that a block holds), COLUMN_WARPS (1 or 2 warps that share a set, by key columns), MAKER_WARPS
-// (others; with decays per channel 4 or 8 that share the channels) and BLOCKS_AN_SM (resident blocks to compile for).
+// ROW_WARPS (warps of a block that hold 16 value rows each) and BLOCKS_AN_SM (resident blocks to compile for).
 #pragma once
 #include "bf16_parts.cuh"
 #include "delta_shape.cuh"
@@ -11,8 +10,8 @@
 
 constexpr int CHUNK = 16;  // entries
 constexpr int TILES = CHUNK / 8, TRIANGLE_TILES = 3;
-constexpr int STATE_WARPS = ROW_WARPS * COLUMN_WARPS;
-constexpr int BLOCK_THREADS = 32 * (STATE_WARPS + MAKER_WARPS);
+// Decays per channel are made by a warp for 32 channels.
+constexpr int MAKER_WARPS = PER_CHANNEL ? KEY_DIM / 32 : 2, BLOCK_THREADS = 32 * (ROW_WARPS + MAKER_WARPS);
 constexpr int KEY_UNITS = KEY_DIM / UNIT, KEY_BLOCKS = KEY_DIM / 32;
 // bfloat16 parts of what becomes state: all of a float, or more than a 16-bit state keeps.
 constexpr int STATE_PARTS = sizeof(STATE) == 4 ? 3 : 2;
@@ -87,36 +86,14 @@ struct Stage {
     float value_gain[CHUNK], key_gain[CHUNK], query_gain[CHUNK];
 };
 
-#if PER_CHANNEL
-// Products of keys and of queries with keys over a warp's channels: tiles (0, 0), (1, 0) and (1, 1). They lie where the stage's
-// written keys will be, or beside it where those are fewer.
-typedef float KeyProducts[MAKER_WARPS][2][3][8][8];
-constexpr bool PRODUCTS_FIT = sizeof(KeyProducts) <= sizeof(EntryUnits) * WRITTEN_PARTS;
-template <bool NEEDED>
-struct Room {
-    __device__ KeyProducts& at(Stage& stage) { return *reinterpret_cast<KeyProducts*>(stage.written); }
-};
-template <>
-struct Room<true> {
-    KeyProducts products;
-    __device__ KeyProducts& at(Stage&) { return products; }
-};
-typedef Room<!PRODUCTS_FIT> ProductRoom;
-#endif
-
 struct Shared {
     Stage stage[2];  // of chunks of even and of odd index
 #if PER_CHANNEL
     EntryUnits k[READ_PARTS], q;  // with the decays from the chunk's start; for two chunks there is no room
-    float entry_sums[MAKER_WARPS][3][CHUNK];
-    ProductRoom products;
 #else
     double sums[CHUNK];  // G, in powers of 2, from one maker to the other
 #endif
-#if COLUMN_WARPS > 1
-    float4 partial[STATE_WARPS][3][32];  // what the two warps of a set of rows give each other
-#endif
-    alignas(16) float lower[CHUNK][CHUNK];  // A
+    float lower[CHUNK][CHUNK];  // A
 };
 static_assert(sizeof(Shared) <= SHARED_LIMIT - 64, "the block needs too much shared memory");
 

@@ -1,21 +1,13 @@
 // The state of the delta rule's prefill, in float32 registers: a warp holds 16 value rows, and all that follows from them. What
 // products leave in accumulators is the next product's operand as it stands (formulas: gated_delta_makers.cuh).
 //
-// Where two warps share the rows, each has half of the key columns: they add up what keys and queries read, both find x, and each
-// answers one half of the tokens.
-//
 // A lane has rows g and g + 8 of the warp's 16. They are value rows 4 (g / 2) + g % 2 and two behind it, so that a quad's values of
 // a token, transposed, are neighbours in memory.
 #pragma once
 #include "delta_prefill_chunk.cuh"
 
-constexpr int STATE_TILES = KEY_UNITS / COLUMN_WARPS, ANSWER_TILES = TILES / COLUMN_WARPS;
-
-// Which set of rows is the warp's, and which columns and tokens of it.
-__device__ __forceinline__ int row_set() { return opaque(threadIdx.x) / (32 * COLUMN_WARPS); }
-__device__ __forceinline__ int part() { return COLUMN_WARPS == 1 ? 0 : opaque(threadIdx.x) / 32 % COLUMN_WARPS; }
 // First of a lane's four value rows of a token.
-__device__ __forceinline__ int first_value_row(u32 lane) { return 16 * row_set() + lane % 4 * 4; }
+__device__ __forceinline__ int first_value_row(u32 lane) { return opaque(threadIdx.x) / 32 * 16 + lane % 4 * 4; }
 
 __device__ __forceinline__ float2 load_pair(const float* from, int tile, u32 lane) {
     return *reinterpret_cast<const float2*>(from + 8 * tile + 2 * (lane % 4));
@@ -38,21 +30,16 @@ struct Entries {
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[i].v[e] += other.v[i].v[e];
     }
-};
-
-// The same of the warp's share of the tokens.
-struct Answers {
-    Accumulator v[ANSWER_TILES];
-
+    // The outputs of a chunk's tokens.
     __device__ __forceinline__ void store(const Work& w, const Chunk& chunk, u32 lane) const {
-        const int first = 8 * ANSWER_TILES * part() + lane / 4;
-        ACT* row = w.o(chunk.first + first) + first_value_row(lane);
+        ACT* row = w.o(chunk.first + lane / 4) + first_value_row(lane);
 #pragma unroll
-        for (int i = 0; i < ANSWER_TILES; ++i) {
+        for (int i = 0; i < TILES; ++i) {
             uint2 pairs;
             pairs.x = transpose_8x8(pack_pair<ACT>(v[i].v[0], v[i].v[1]));
             pairs.y = transpose_8x8(pack_pair<ACT>(v[i].v[2], v[i].v[3]));
-            if (8 * i + first < chunk.count) *reinterpret_cast<uint2*>(row + 8 * i * VALUE_HEADS * VALUE_DIM) = pairs;
+            const int entry = 8 * i + lane / 4;
+            if (entry < chunk.count) *reinterpret_cast<uint2*>(row + 8 * i * VALUE_HEADS * VALUE_DIM) = pairs;
         }
     }
 };
@@ -95,41 +82,34 @@ struct LoadedValues {
     }
 };
 
-// Tiles (0, 0), (1, 0) and (1, 1) of a triangle.
-template <int N>
-struct Tiles {
-    Parts<N> v[TRIANGLE_TILES], none;
-
-    __device__ __forceinline__ Tiles(const Triangle<N>& matrix, u32 lane) : none{} {
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-            const TransposedBlock part = matrix.load(p, lane);
-#pragma unroll
-            for (int n = 0; n < TRIANGLE_TILES; ++n) v[n].v[p] = part.v[n];
-        }
-    }
-};
-
 // out_i += sum_j matrix_ij x_j, in terms FIRST <= a + b < ORDER of the parts' products.
 template <int FIRST, int ORDER, int NA, int NB>
-__device__ __forceinline__ void add_triangle(Entries& out, const Tiles<NB>& matrix, const Parts<NA> (&x)[4]) {
-    mma_parts<FIRST, ORDER>(out.v[0], x, matrix.v[0], matrix.none);
-    mma_parts<FIRST, ORDER>(out.v[1], x, matrix.v[1], matrix.v[2]);
+__device__ __forceinline__ void add_triangle(Entries& out, const Triangle<NB>& matrix, const Parts<NA> (&x)[4], u32 lane) {
+    Parts<NB> tiles[TRIANGLE_TILES], none = {};
+#pragma unroll
+    for (int p = 0; p < NB; ++p) {
+        const TransposedBlock part = matrix.load(p, lane);
+#pragma unroll
+        for (int n = 0; n < TRIANGLE_TILES; ++n) tiles[n].v[p] = part.v[n];
+    }
+    mma_parts<FIRST, ORDER>(out.v[0], x, tiles[0], none);
+    mma_parts<FIRST, ORDER>(out.v[1], x, tiles[1], tiles[2]);
 }
 
-struct RowState {
-    Accumulator v[STATE_TILES];  // rows g and g + 8, columns 8 (first_unit() + n) + 2 t and behind it
+// Sums of small terms, so that no chain of products is too long.
+constexpr int SMALL_SUMS = PER_CHANNEL ? 2 : 1;
 
-    __device__ static int first_unit() { return STATE_TILES * part(); }
-    __device__ static int first_column(u32 lane) { return UNIT * first_unit() + 2 * int(lane % 4); }
-    __device__ static int row(u32 lane, int r) { return 16 * row_set() + lane / 8 * 4 + lane / 4 % 2 + 2 * r; }
+struct RowState {
+    Accumulator v[KEY_UNITS];  // rows g and g + 8, columns 8 n + 2 t and 8 n + 2 t + 1
+
+    __device__ static int row(u32 lane, int r) { return opaque(threadIdx.x) / 32 * 16 + lane / 8 * 4 + lane / 4 % 2 + 2 * r; }
 
     __device__ __forceinline__ void load(const Work& w, u32 lane) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const STATE* from = w.t.state + w.state_at(row(lane, r)) + first_column(lane);
+            const STATE* from = w.t.state + w.state_at(row(lane, r)) + 2 * (lane % 4);
 #pragma unroll
-            for (int n = 0; n < STATE_TILES; ++n) {
+            for (int n = 0; n < KEY_UNITS; ++n) {
                 v[n].v[2 * r] = v[n].v[2 * r + 1] = 0.0f;
                 if (w.row.folded) load_vector<2>(from + 8 * n, &v[n].v[2 * r]);
             }
@@ -138,94 +118,75 @@ struct RowState {
     __device__ __forceinline__ void store(const Work& w, u32 lane) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            STATE* to = w.t.state_out + w.state_at(row(lane, r)) + first_column(lane);
+            STATE* to = w.t.state_out + w.state_at(row(lane, r)) + 2 * (lane % 4);
 #pragma unroll
-            for (int n = 0; n < STATE_TILES; ++n) store_vector<2>(to + 8 * n, &v[n].v[2 * r]);
+            for (int n = 0; n < KEY_UNITS; ++n) store_vector<2>(to + 8 * n, &v[n].v[2 * r]);
         }
     }
 
     // S k and S q of the chunk's entries. Small terms of S k are added up apart: the tensor cores cut off sums.
     __device__ __forceinline__ void read(Entries& keys, Entries& queries, const EntryUnits (&read_keys)[READ_PARTS],
                                          const EntryUnits& asked, u32 lane) const {
-        Entries small = {};
-        const int first = first_unit();
+        Entries small[SMALL_SUMS] = {};
         keys = {}, queries = {};
 #pragma unroll
-        for (int n = 0; n < STATE_TILES; n += 2) {
+        for (int n = 0; n < KEY_UNITS; n += 2) {
             Parts<STATE_PARTS> s[4];
             split_operand(s, v[n], v[n + 1]);
             const u32 own = opaque(lane);
-            const KeyOperands<READ_PARTS> k(
-                read_keys, [&](const uint4* units) { return load_rows<KEY_UNITS>(units, first + n, own); });
-            const TransposedBlock q = load_rows<KEY_UNITS>(asked, first + n, own);
+            const KeyOperands<READ_PARTS> k(read_keys, [&](const uint4* units) { return load_rows<KEY_UNITS>(units, n, own); });
+            const TransposedBlock q = load_rows<KEY_UNITS>(asked, n, own);
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
                 mma_parts<0, 1>(keys.v[i], s, k.v[2 * i], k.v[2 * i + 1]);
-                mma_parts<1, STATE_PARTS>(small.v[i], s, k.v[2 * i], k.v[2 * i + 1]);
+                mma_parts<1, STATE_PARTS>(small[n / 2 % SMALL_SUMS].v[i], s, k.v[2 * i], k.v[2 * i + 1]);
                 mma_parts<0, 2>(queries.v[i], s, exact_parts<ACT>(q.v[2 * i]), exact_parts<ACT>(q.v[2 * i + 1]));
             }
         }
-        keys.add(small);
+#pragma unroll
+        for (const Entries& sum : small) keys.add(sum);
     }
 
-    // x of a chunk's entries, and the answers to its tokens; of entries of the ring those mean nothing. `was_read`: called when the
-    // state has answered keys and queries; `met`: returns when the other warp of the rows is here.
-    template <typename Read, typename Met>
-    __device__ __forceinline__ void answer(Entries& x, Answers& answers, const LoadedValues& values, Shared& shared,
-                                           const Stage& stage, u32 lane, Read was_read, Met met) const {
-        Entries queries;
+    // x of a chunk's entries, and its outputs; of entries of the ring those mean nothing. `was_read`: called when the state has
+    // answered keys and queries.
+    template <typename Read>
+    __device__ __forceinline__ void answer(Entries& x, Entries& outputs, const LoadedValues& values, const Shared& shared,
+                                           const Stage& stage, u32 lane, Read was_read) const {
 #if PER_CHANNEL
-        read(x, queries, shared.k, shared.q, opaque(lane));
+        read(x, outputs, shared.k, shared.q, opaque(lane));
 #else
-        read(x, queries, stage.k, stage.q, opaque(lane));
+        read(x, outputs, stage.k, stage.q, opaque(lane));
 #endif
         was_read();
-        share(x, answers, queries, shared, lane, met);
         values.subtract(x, stage, lane);
         Parts<STATE_PARTS> parts[4];
         split_operand(parts, x.v[0], x.v[1]);
         Entries small = {};
         x = {};
-        const Tiles<STATE_PARTS> inverse(stage.inverse, opaque(lane));
-        add_triangle<0, 1>(x, inverse, parts);
-        add_triangle<1, STATE_PARTS>(small, inverse, parts);
+        add_triangle<0, 1>(x, stage.inverse, parts, opaque(lane));
+        add_triangle<1, STATE_PARTS>(small, stage.inverse, parts, lane);
         x.add(small);
         Parts<2> read_parts[4];
         split_operand(read_parts, x.v[0], x.v[1]);
-        const Tiles<2> reads(stage.reads, lane);
-#pragma unroll
-        for (int i = 0; i < ANSWER_TILES; ++i) {
-            const int tile = ANSWER_TILES * part() + i;
-            const float2 gain = load_pair(stage.query_gain, tile, lane);
-            float* out = answers.v[i].v;
-            out[0] *= gain.x, out[1] *= gain.y, out[2] *= gain.x, out[3] *= gain.y;
-            Parts<2> early, late;
-#pragma unroll
-            for (int p = 0; p < 2; ++p) {
-                early.v[p] = tile == 0 ? reads.v[0].v[p] : reads.v[1].v[p];
-                late.v[p] = tile == 0 ? 0 : reads.v[2].v[p];
-            }
-            mma_parts<0, 2>(answers.v[i], read_parts, early, late);
-        }
+        outputs.scale(stage.query_gain, lane);
+        add_triangle<0, 2>(outputs, stage.reads, read_parts, lane);
     }
 
     // Takes up the chunk.
     __device__ __forceinline__ void update(Entries& x, const Stage& stage, u32 lane) {
-        constexpr int TOGETHER = PER_CHANNEL && ROW_WARPS == 2 ? 2 : 4;
-        const int unit = first_unit();
+        constexpr int TOGETHER = 4;
         Parts<STATE_PARTS> parts[4];
 #if !PER_CHANNEL
         x.scale(stage.to_end, lane);
 #endif
         split_operand(parts, x.v[0], x.v[1]);
 #pragma unroll
-        for (int first = 0; first < STATE_TILES; first += TOGETHER) {
+        for (int first = 0; first < KEY_UNITS; first += TOGETHER) {
             Accumulator large[TOGETHER] = {}, small[TOGETHER] = {};
 #pragma unroll
             for (int n = 0; n < TOGETHER; n += 2) {
-                const KeyOperands<WRITTEN_PARTS> k(written(stage), [&](const uint4* units) {
-                    return load_transposed<KEY_UNITS>(units, 0, unit + first + n, lane);
-                });
+                const KeyOperands<WRITTEN_PARTS> k(
+                    written(stage), [&](const uint4* units) { return load_transposed<KEY_UNITS>(units, 0, first + n, lane); });
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     mma_parts<0, 1>(large[n + m], parts, k.v[2 * m], k.v[2 * m + 1]);
@@ -243,32 +204,6 @@ struct RowState {
     }
 
 private:
-    // From what the warp's columns give keys and queries to what all give keys, and the warp's share of the queries.
-    template <typename Met>
-    __device__ __forceinline__ static void share(Entries& keys, Answers& answers, const Entries& queries, Shared& shared, u32 lane,
-                                                 Met met) {
-#if COLUMN_WARPS == 1
-        answers.v[0] = queries.v[0], answers.v[1] = queries.v[1];
-#else
-        const int warp = opaque(threadIdx.x) / 32;
-        const bool second = warp % 2;
-        const auto vector = [](const float (&v)[4]) { return float4{v[0], v[1], v[2], v[3]}; };
-        const auto add = [](Accumulator& sum, const float4& v) {
-            sum.v[0] += v.x, sum.v[1] += v.y, sum.v[2] += v.z, sum.v[3] += v.w;
-        };
-        Accumulator given;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            given.v[e] = second ? queries.v[0].v[e] : queries.v[1].v[e];
-            answers.v[0].v[e] = second ? queries.v[1].v[e] : queries.v[0].v[e];
-        }
-        shared.partial[warp][0][lane] = vector(keys.v[0].v), shared.partial[warp][1][lane] = vector(keys.v[1].v);
-        shared.partial[warp][2][lane] = vector(given.v);
-        met();
-        add(keys.v[0], shared.partial[warp ^ 1][0][lane]), add(keys.v[1], shared.partial[warp ^ 1][1][lane]);
-        add(answers.v[0], shared.partial[warp ^ 1][2][lane]);
-#endif
-    }
 #if PER_CHANNEL
     __device__ static const EntryUnits (&written(const Stage& stage))[WRITTEN_PARTS] { return stage.written; }
     __device__ static float2 decays(const Stage& stage, int tile, u32 lane) { return load_pair(stage.decay, tile, lane); }

@@ -2,17 +2,17 @@
 #pragma once
 #include "delta_prefill_chunk.cuh"
 
-// Neighbouring channels of a lane, 4 or 8: its quad has all of the warp's, of entries g and g + 8.
-constexpr int WARP_CHANNELS = KEY_DIM / MAKER_WARPS, CHANNELS = WARP_CHANNELS / 4, PAIRS = CHANNELS / 2;
-typedef vec<u32, PAIRS> StoredChannels;
+constexpr int CHANNELS = UNIT;  // of a lane: 8 t ... 8 t + 7 of its warp's 32, of entries g and g + 8
+constexpr int PAIRS = CHANNELS / 2;
 
 // A lane's part of a row of a matrix of activations.
 struct Channels {
     float v[CHANNELS];
 
-    __device__ __forceinline__ explicit Channels(const StoredChannels& stored) {
+    __device__ __forceinline__ explicit Channels(const uint4& stored) {
+        const u32 words[PAIRS] = {stored.x, stored.y, stored.z, stored.w};
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) v[c] = half_to_float<ACT>(stored.v[c / 2], c % 2);
+        for (int c = 0; c < CHANNELS; ++c) v[c] = half_to_float<ACT>(words[c / 2], c % 2);
     }
     __device__ __forceinline__ explicit Channels(float value) {
 #pragma unroll
@@ -63,18 +63,12 @@ struct ChannelParts {
             mma_parts<0, (N < M ? N : M)>(sum, rows, other.v[r][n], other.v[r][n + 1]);
         }
     }
-    // `channel`: the lane's first.
-    __device__ __forceinline__ void store(EntryUnits* to, int channel, u32 lane) const {
+    __device__ __forceinline__ void store(EntryUnits* to, int unit, u32 lane) const {
 #pragma unroll
         for (int p = 0; p < N; ++p)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                StoredChannels part;
-#pragma unroll
-                for (int n = 0; n < PAIRS; ++n) part.v[n] = v[r][n].v[p];
-                uint4* unit = &to[p][unit_at<KEY_UNITS>(8 * r + lane / 4, channel / UNIT)];
-                reinterpret_cast<StoredChannels*>(unit)[channel % UNIT / CHANNELS] = part;
-            }
+            for (int r = 0; r < 2; ++r)
+                to[p][unit_at<KEY_UNITS>(8 * r + lane / 4, unit)] = {v[r][0].v[p], v[r][1].v[p], v[r][2].v[p], v[r][3].v[p]};
     }
 };
 

@@ -1,66 +1,58 @@
-// What a chunk of Kimi Delta Attention's prefill needs that does not depend on the state, made a chunk ahead; a warp makes it for
-// some of the key channels.
+// What a chunk of Kimi Delta Attention's prefill needs that does not depend on the state; a warp makes it for 32 key channels, a chunk
+// ahead.
 //
 // As in gated_delta_makers.cuh, with G_i a vector over channels c, and decays within the products:
 //
 //     A_ij = n_i^2 beta_i sum_c exp(G_ic - G_jc) k_ic k_jc,   M_ij = m_i sum_c exp(G_ic - G_jc) q_ic k_jc
 //
-// No ratio of decays is formed. Two entries differ first in one bit of their index, b: j has it not, i has it, and between them
-// lies the boundary of two neighbouring runs of b entries. Then exp(G_i - G_j) is the decay from the boundary through i times
-// that from behind j to the boundary. Both are products of an entry's decays with others of its run, which double in length from
-// b to 2 b.
+// No ratio of decays is formed. Two entries differ first in one bit of their index, b: j has it not, i has it, and between them lies the
+// boundary of two neighbouring runs of b entries. Then exp(G_i - G_j) is the decay from the boundary through i times that from behind j
+// to the boundary. Both are products of an entry's decays with others of its run, which double in length from b to 2 b.
 #pragma once
 #include "delta_prefill_inverse.cuh"
 #include "kda_channels.cuh"
 
-// What warps make of their channels for sums over all of them.
+// What warps make of their channels for sums over all of them, where the stage's written keys will be.
 struct PartialSums {
-    KeyProducts& products;
-    float (&entries)[MAKER_WARPS][3][CHUNK];  // k . k, q . q, q . k
+    float products[MAKER_WARPS][2][3][8][8];  // of keys and of queries with keys: tiles (0, 0), (1, 0) and (1, 1)
+    float entries[MAKER_WARPS][3][CHUNK];     // k . k, q . q, q . k
 };
+static_assert(sizeof(PartialSums) <= sizeof(EntryUnits) * WRITTEN_PARTS, "the sums take too much room");
 
 struct ChannelMaker {
-    StoredChannels k[2], q[2];  // of entries g and g + 8 as stored
-    u32 gate[2][CHANNELS];      // likewise; 16-bit logits in the first half
+    uint4 k[2], q[2], gate[2][2];  // of entries g and g + 8 as stored; of 16-bit logits the first half of `gate`
     float rate;
-    int maker;  // which channels
+    int maker;  // which 32 channels
 
-    __device__ __forceinline__ int channel(u32 lane) const { return WARP_CHANNELS * maker + CHANNELS * (lane % 4); }
+    __device__ __forceinline__ int channel(u32 lane) const { return 32 * maker + CHANNELS * (lane % 4); }
 
     __device__ __forceinline__ void load(const Work& w, const Chunk& chunk, u32 lane) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int entry = 8 * r + lane / 4;
-            k[r] = q[r] = {};
-#pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) gate[r][c] = 0;
+            k[r] = q[r] = gate[r][0] = gate[r][1] = {0, 0, 0, 0};
             if (entry >= chunk.count) continue;
-            k[r] = *reinterpret_cast<const StoredChannels*>(chunk.k(w, entry) + channel(lane));
+            k[r] = load_16_bytes(chunk.k(w, entry) + channel(lane));
             if (chunk.tokens) {
-                q[r] = *reinterpret_cast<const StoredChannels*>(chunk.q(w, entry) + channel(lane));
-                const i64 at = w.token(chunk.first + entry) * w.t.gate_stride + w.gate_at(channel(lane));
-                const StoredChannels logits = *reinterpret_cast<const StoredChannels*>(w.t.gate + at);
-#pragma unroll
-                for (int n = 0; n < PAIRS; ++n) gate[r][n] = logits.v[n];
+                q[r] = load_16_bytes(chunk.q(w, entry) + channel(lane));
+                gate[r][0] = load_16_bytes(w.t.gate + w.token(chunk.first + entry) * w.t.gate_stride + w.gate_at(channel(lane)));
             } else {
                 const float* row = w.t.ring_g + w.ring_g_at(chunk.ring_row(w, entry)) + channel(lane);
-                const vec<u32, CHANNELS> decays = *reinterpret_cast<const vec<u32, CHANNELS>*>(row);
 #pragma unroll
-                for (int c = 0; c < CHANNELS; ++c) gate[r][c] = decays.v[c];
+                for (int half = 0; half < 2; ++half) gate[r][half] = load_16_bytes(row + 4 * half);
             }
         }
     }
 
-    // `loaded`: called when the registers of loads are free. `met`: returns when all makers are here; `released`: when the state
-    // has answered the chunk before.
+    // `loaded`: called when the registers of loads are free. `met`: returns when all makers are here; `released`: when the state has
+    // answered the chunk before.
     template <typename Loaded, typename Met, typename Released>
     __device__ __forceinline__ void make(Shared& shared, Stage& stage, const Work& w, const Chunk& chunk, u32 lane, Loaded loaded,
                                          Met met, Released released) {
-        const PartialSums sums{shared.products.at(stage), shared.entry_sums};
+        auto& sums = *reinterpret_cast<PartialSums*>(stage.written);
         ChannelParts<WRITTEN_PARTS> written;
         {
-            Channels until[2] = {decays(w, chunk, 0, lane), decays(w, chunk, 1, lane)};
-            Channels behind[2] = {Channels(1.0f), Channels(1.0f)};
+            Channels until[2] = {decays(w, chunk, 0, lane), decays(w, chunk, 1, lane)}, behind[2] = {Channels(1.0f), Channels(1.0f)};
             const Channels keys[2] = {Channels(k[0]), Channels(k[1])}, queries[2] = {Channels(q[0]), Channels(q[1])};
             if (chunk.appends(w) && w.leads_key_head()) append_keys(w, chunk, lane);
             loaded();
@@ -85,8 +77,8 @@ struct ChannelMaker {
                 written.set(r, keys[r] * behind[r]);
             }
             released();
-            read.store(shared.k, channel(lane), lane);
-            asked.store(&shared.q, channel(lane), lane);
+            read.store(shared.k, channel(lane) / UNIT, lane);
+            asked.store(&shared.q, channel(lane) / UNIT, lane);
             if (lane / 4 == 7) {
 #pragma unroll
                 for (int c = 0; c < CHANNELS; c += 4) store_vector<4>(&stage.decay[channel(lane) + c], &until[1].v[c]);
@@ -101,7 +93,7 @@ struct ChannelMaker {
                 squares += sums.entries[m][maker][lane % CHUNK], crossed += sums.entries[m][2][lane % CHUNK];
         }
         met();
-        written.store(stage.written, channel(lane), lane);
+        written.store(stage.written, channel(lane) / UNIT, lane);
         if (maker == 0) finish_keys(stage, shared.lower, products, squares, w, chunk, lane);
         if (maker == 1) finish_queries(stage, products, squares, crossed, lane);
     }
@@ -112,10 +104,7 @@ private:
         const int entry = 8 * r + lane / 4;
         Channels g(0.0f);
         if (chunk.tokens) {
-            StoredChannels stored;
-#pragma unroll
-            for (int n = 0; n < PAIRS; ++n) stored.v[n] = gate[r][n];
-            const Channels logits(stored);
+            const Channels logits(gate[r][0]);
             float bias[CHANNELS];
 #pragma unroll
             for (int c = 0; c < CHANNELS; c += 4) load_vector<4>(w.t.dt_bias + w.gate_at(channel(lane) + c), bias + c);
@@ -125,7 +114,12 @@ private:
             for (int c = 0; c < CHANNELS; ++c) g.v[c] = exists * log_decay(logits.v[c] + bias[c]);
         } else {
 #pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) g.v[c] = __uint_as_float(gate[r][c]);
+            for (int half = 0; half < 2; ++half) {
+                const uint4& four = gate[r][half];
+                const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int c = 0; c < 4; ++c) g.v[4 * half + c] = __uint_as_float(words[c]);
+            }
         }
         if (chunk.appends(w) && w.leads_head() && entry < chunk.count) {
             float* row = w.t.ring_g_out + w.ring_g_at(chunk.ring_row(w, entry)) + channel(lane);
@@ -144,11 +138,11 @@ private:
         for (int r = 0; r < 2; ++r) {
             const int entry = 8 * r + lane / 4;
             if (entry < chunk.count)
-                *reinterpret_cast<StoredChannels*>(w.t.ring_k_out + w.ring_k_at(chunk.ring_row(w, entry)) + channel(lane)) = k[r];
+                *reinterpret_cast<uint4*>(w.t.ring_k_out + w.ring_k_at(chunk.ring_row(w, entry)) + channel(lane)) = k[r];
         }
     }
 
-    __device__ __forceinline__ void add_entries(const PartialSums& sums, const Channels (&keys)[2], const Channels (&queries)[2],
+    __device__ __forceinline__ void add_entries(PartialSums& sums, const Channels (&keys)[2], const Channels (&queries)[2],
                                                 u32 lane) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -188,9 +182,8 @@ private:
         }
     }
     // The same of entries of the second tile with those of the first.
-    __device__ __forceinline__ static void multiply_across(float (&keys_out)[2], float (&queries_out)[2],
-                                                           const Channels (&keys)[2], const Channels (&queries)[2],
-                                                           const Channels& until, const Channels& behind) {
+    __device__ __forceinline__ static void multiply_across(float (&keys_out)[2], float (&queries_out)[2], const Channels (&keys)[2],
+                                                           const Channels (&queries)[2], const Channels& until, const Channels& behind) {
         ChannelParts<2> k;
         ChannelParts<1> high, q = {};
         k.set(0, keys[0] * behind), k.set(1, keys[1] * until), q.set(1, queries[1] * until);
@@ -201,8 +194,8 @@ private:
         for (int e = 0; e < 2; ++e) keys_out[e] = of_keys.v[2 + e], queries_out[e] = of_queries.v[2 + e];
     }
 
-    // From decays within runs of b entries to those within 2 b: `until` from a run's start through an entry, `behind` from behind
-    // it to the run's end.
+    // From decays within runs of b entries to those within 2 b: `until` from a run's start through an entry, `behind` from behind it to
+    // the run's end.
     __device__ __forceinline__ static void double_runs(int b, Channels (&until)[2], Channels (&behind)[2], u32 lane) {
         const u32 entry = lane / 4, other = ((entry ^ b) | (b - 1)) * 4 + lane % 4;
         const bool later = entry & b;
@@ -217,8 +210,8 @@ private:
         }
     }
 
-    __device__ __forceinline__ static void store_products(float (&to)[2][3][8][8], const float (&keys)[3][2],
-                                                          const float (&queries)[3][2], u32 lane) {
+    __device__ __forceinline__ static void store_products(float (&to)[2][3][8][8], const float (&keys)[3][2], const float (&queries)[3][2],
+                                                          u32 lane) {
 #pragma unroll
         for (int tile = 0; tile < 3; ++tile) {
             store_vector<2>(&to[0][tile][lane / 4][lane % 4 * 2], keys[tile]);
@@ -237,8 +230,8 @@ private:
             }
     }
 
-    __device__ __forceinline__ void finish_keys(Stage& stage, float (&lower)[CHUNK][CHUNK], const float (&products)[3][2],
-                                                float squares, const Work& w, const Chunk& chunk, u32 lane) const {
+    __device__ __forceinline__ void finish_keys(Stage& stage, float (&lower)[CHUNK][CHUNK], const float (&products)[3][2], float squares,
+                                                const Work& w, const Chunk& chunk, u32 lane) const {
         const bool exists = int(lane) < chunk.count;
         float beta = 0.0f;
         if (exists && chunk.tokens) {
@@ -252,8 +245,7 @@ private:
         const int i = lane / 4, j = lane % 4 * 2;
         const float early = __shfl_sync(~0u, gain, i), late = __shfl_sync(~0u, gain, 8 + i);
         const float first[2] = {early * products[0][0], early * products[0][1]}, none[2] = {};
-        const float across[2] = {late * products[1][0], late * products[1][1]};
-        const float second[2] = {late * products[2][0], late * products[2][1]};
+        const float across[2] = {late * products[1][0], late * products[1][1]}, second[2] = {late * products[2][0], late * products[2][1]};
         store_vector<2>(&lower[i][j], first), store_vector<2>(&lower[i][8 + j], none);
         store_vector<2>(&lower[8 + i][j], across), store_vector<2>(&lower[8 + i][8 + j], second);
         __syncwarp();

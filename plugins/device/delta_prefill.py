@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 #: Of an H100 and an H200; of a B300, 160.
 MULTIPROCESSORS = 132
-#: Value rows that a warp holds, alone or with another one, and sets of them in a block of a small batch.
-SET_ROWS = 16
-FEW_SETS = 2
+#: Value rows that a warp holds.
+WARP_ROWS = 16
 #: Key and value dimensions that the kernels take; with decays per channel wide keys alone.
 DIMS = (64, 128)
 CHANNEL_KEY_DIM = 128
@@ -36,45 +35,38 @@ def prefill_record(
     shape: DeltaShape, activation: torch.dtype, macros: Macros, rows: int, integers: tuple[int, ...]
 ) -> Launch:
     """macros: of sizes and element types, as delta_shape.cuh names them. integers: tokens and strides of the launch."""
-    sets = row_sets(shape, activation, rows)
-    sharing = 2 if sets == FEW_SETS and not shape.per_channel else 1
-    split = shape.value_dim // (SET_ROWS * sets)
-    makers = maker_warps(shape, sets)
-    threads = 32 * (sets * sharing + makers)
+    warps = row_warps(shape, activation, rows)
+    split = shape.value_dim // (WARP_ROWS * warps)
+    threads = 32 * (warps + maker_warps(shape))
     tuned = (
         ("TOKENS", 0),
         ("HEADS_A_BLOCK", 1),
         ("SPLIT", split),
-        ("ROW_WARPS", sets),
-        ("COLUMN_WARPS", sharing),
-        ("MAKER_WARPS", makers),
+        ("ROW_WARPS", warps),
         ("ALIGNED", 1),
-        ("BLOCKS_AN_SM", blocks_an_sm(shape, activation, sets, threads)),
+        ("BLOCKS_AN_SM", blocks_an_sm(threads)),
     )
     kernel = Kernel(f"{shape.source}_prefill.cu", f"{shape.source}_prefill", threads, (*macros, *tuned))
     return Launch(kernel, (shape.value_heads * split, rows, 1), integers)
 
 
-def maker_warps(shape: DeltaShape, sets: int) -> int:
-    """Warps of a block that hold no state; decays per channel are divided among as many as registers allow."""
-    if not shape.per_channel:
-        return 2
-    return 8 if sets == FEW_SETS and shape.read_dtype == "same" else 4
+def maker_warps(shape: DeltaShape) -> int:
+    """Warps of a block that hold no state."""
+    return shape.key_dim // 32 if shape.per_channel else 2
 
 
-def row_sets(shape: DeltaShape, activation: torch.dtype, rows: int) -> int:
-    """Sets of value rows in a block: two, or all of a head's where every multiprocessor has a head.
+def row_warps(shape: DeltaShape, activation: torch.dtype, rows: int) -> int:
+    """Warps of a block that hold state: two, or all of a head's where every multiprocessor has a head.
 
     They share what the block's other warps make of a chunk. Of a head of 128 rows that leaves a thread 168 registers: too few
     where float16 is taken apart, or a copy is to be written.
     """
     if rows * shape.value_heads < MULTIPROCESSORS:
-        return FEW_SETS
-    whole = shape.value_dim // SET_ROWS
+        return 2
+    whole = shape.value_dim // WARP_ROWS
     return whole if activation == torch.bfloat16 and shape.read_dtype == "same" else min(whole, 4)
 
 
-def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, sets: int, threads: int) -> int:
+def blocks_an_sm(threads: int) -> int:
     """Blocks that must fit on a multiprocessor, which bounds a thread's registers."""
-    roomy = activation == torch.bfloat16 or sets == FEW_SETS
-    return 2 if threads <= 192 and roomy and not shape.per_channel else 1
+    return 2 if threads <= 128 else 1

@@ -149,17 +149,10 @@ def test_chunked_prefill_equals_a_whole_one(layer):
 
 @pytest.mark.parametrize("layer", LAYERS[:2])
 def test_rows_do_not_depend_on_their_neighbours(layer):
-    """Bit for bit while the batch divides heads alike, to their rounding otherwise."""
-    prompts = {rows: Prompt(layer, rows, 200) for rows in (3, 40)}
-    inputs = prompts[40].inputs
-    row = random.Random(0).randrange(3)
-    prompts[3].inputs = [x[:3] for x in inputs]
-    alone = Prompt(layer, 1, 200)
-    alone.inputs = [x[row : row + 1] for x in inputs]
-    for prompt in (prompts[3], alone):
-        prompt.A_log, prompt.dt_bias = prompts[40].A_log, prompts[40].dt_bias
-    got, after = alone.run([200])
-    few, many = (prompt.run([200]) for prompt in prompts.values())
-    assert torch.equal(got[0], few[0][row]) and torch.equal(after[0], few[1][row])
-    assert harness.relative_error(got[0], many[0][row]) < harness.TOLERANCE[BF16]
-    assert harness.relative_error(after[0], many[1][row]) < harness.TOLERANCE[FP32]
+    """Nor on how a head is divided, which the size of the batch decides."""
+    prompt = Prompt(layer, 40, 200)
+    whole, state = prompt.run([200])
+    row = random.Random(0).randrange(40)
+    prompt.rows, prompt.inputs = 1, [x[row : row + 1] for x in prompt.inputs]
+    got, after = prompt.run([200])
+    assert torch.equal(got[0], whole[row]) and torch.equal(after[0], state[row])
