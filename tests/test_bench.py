@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import synthetic
-from test_scheduler import MODEL, OPTIONS
+from scheduling import MODEL, OPTIONS
 
 from trtllm_replayssm.bench.driver import arrivals, run_requests
 from trtllm_replayssm.bench.forced import ForcedScheduler

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import synthetic
 import torch
-from test_scheduler import MODEL, OPTIONS
+from scheduling import MODEL, OPTIONS
 
 from trtllm_replayssm.bench.decode import WARM_STEPS, decode_timing, decode_timings, modes, with_replay
 from trtllm_replayssm.bench.plots import plot_shares, plot_throughput

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import synthetic
 import torch
-from test_scheduler import MODEL, OPTIONS, alone, finish, request, scheduler
+from scheduling import MODEL, OPTIONS, alone, finish, request, scheduler
 from test_speculation import MTP, absorbed, assert_drawn_from
 from torch import Tensor
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor

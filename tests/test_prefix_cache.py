@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import synthetic
 import torch
-from test_scheduler import MODEL, OPTIONS, REQUESTS, alone, finish, request, scheduler
+from scheduling import MODEL, OPTIONS, REQUESTS, alone, finish, request, scheduler
 
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import EngineError, UserError
