@@ -23,7 +23,7 @@ test: $(VENV)/test.stamp
 lint: $(VENV)/lint.stamp build/tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=build/tree $(BIN)/mypy -p trtllm_replayssm
+	MYPYPATH=build/tree $(BIN)/mypy -p trtllm_replayssm -p benchmarks
 
 format: $(VENV)/lint.stamp
 	$(BIN)/ruff check --fix .
@@ -64,3 +64,4 @@ build/tree:
 	rm -rf $@
 	mkdir -p $@/trtllm_replayssm
 	ln -s $(CURDIR)/trtllm_replayssm/* $(CURDIR)/plugins $(CURDIR)/builders $@/trtllm_replayssm/
+	ln -s $(CURDIR)/benchmarks $@/

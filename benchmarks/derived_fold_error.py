@@ -58,7 +58,7 @@ class Request:
 
     def attributes(self, fold: Fold) -> Any:
         replay = ReplayConfig(window=WINDOW, max_draft_len=STEP - 1, fold=fold)
-        sizes = {"key_dim": DIM, "value_dim": DIM, "window": WINDOW, "ring_rows": replay.ring_rows}
+        sizes: dict[str, Any] = {"key_dim": DIM, "value_dim": DIM, "window": WINDOW, "ring_rows": replay.ring_rows}
         derived = fold == "derived"
         if self.kind == "kda":
             return KdaAttributes(HEADS, derived_fold=derived, **sizes)
@@ -74,8 +74,8 @@ class Request:
             mode = RowMode.ABSORB if start + step >= total else RowMode.DECODE
             row = torch.zeros(1, dtype=torch.int32)
             plan = advance(AdvanceAttributes(WINDOW), cursors, row, row + step, row + int(mode), step)
-            parts = (value[:, start : start + step].to(dtype) for value in (self.qkv, self.decay, self.b))
-            outputs.append(layer(attributes, *parts, self.A_log, self.dt_bias, plan, pools)[0])
+            qkv, decay, b = (value[:, start : start + step].to(dtype) for value in (self.qkv, self.decay, self.b))
+            outputs.append(layer(attributes, qkv, decay, b, self.A_log, self.dt_bias, plan, pools)[0])
             cursors[0, Cursor.COMMITTED] += step
         return torch.cat(outputs).double(), pools["state"][0].double()
 
