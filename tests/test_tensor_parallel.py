@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import synthetic
 import torch
 import torch.distributed as dist
+from processes import with_command
 from safetensors.torch import load_file, save_file
 
 from trtllm_replayssm.builders.layers.attention import Attention
@@ -296,11 +298,9 @@ def wait_for_listener(process: subprocess.Popen[str], port: int) -> None:
 
 def wait_for_ranks(parent: int) -> list[int]:
     """Process ids of the two ranks that ``parent`` starts, once they leave the keyboard to it."""
-    psutil = pytest.importorskip("psutil")
     for _ in range(600):
-        children = psutil.Process(parent).children()
-        ranks = [c.pid for c in children if "spawn_main" in " ".join(c.cmdline()) and ignores_interrupts(c.pid)]
-        if len(ranks) == 2:
+        ranks = [rank.pid for rank in with_command(psutil.Process(parent).children(), "spawn_main")]
+        if len(ranks) == 2 and all(map(ignores_interrupts, ranks)):
             return ranks
         time.sleep(0.1)
     raise AssertionError("the ranks did not start")

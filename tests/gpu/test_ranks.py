@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_work
 import synthetic
+from processes import with_command
 
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.mlp import Mlp
@@ -186,6 +187,6 @@ def test_a_rank_lost_between_two_tokens(tmp_path: Path, launcher: str) -> None:
 def ranks_of(launcher: psutil.Process, name: str) -> list[psutil.Process]:
     """By their rank."""
     sign = "spawn_main" if name == "command" else " -m trtllm_replayssm"
-    found = [process for process in launcher.children() if sign in " ".join(process.cmdline())]
+    found = with_command(launcher.children(), sign)
     assert len(found) == 2
     return sorted(found, key=lambda process: process.create_time())

@@ -35,7 +35,7 @@ MODEL = HybridDecoder(
     1e-5,
     (*synthetic.REAL_HEADS, Attention(4, 2, 64, 0.125), Moe(8, 3, 32, "swiglu", "softmax")),
 )
-OPTIONS = BuildOptions(max_batch_size=6, max_seq_len=512, max_num_tokens=256)
+OPTIONS = BuildOptions(max_batch_size=6, max_seq_len=2048, max_num_tokens=256)
 REPLAY = ReplayConfig(window=8, max_draft_len=3)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import synthetic
+from served_ranks import MAX_SEQ_LEN
 
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
@@ -21,7 +22,7 @@ LAYERS = (
     Attention(2, 2, 16, 0.25),
 )
 #: Fewer slots than clients, so that some wait.
-OPTIONS = BuildOptions(max_batch_size=6, max_seq_len=320, max_num_tokens=120, replay_window=8, max_draft_len=3)
+OPTIONS = BuildOptions(max_batch_size=6, max_seq_len=MAX_SEQ_LEN, max_num_tokens=120, replay_window=8, max_draft_len=3)
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from processes import with_command
 from serving import PATIENCE, Served, Stream, ask, events, post
 
 #: Of different lengths; more of them than the engine has slots.
@@ -25,6 +26,8 @@ PROMPTS = [
     "--- ",
     "y",
 ]
+#: Of an engine that is served, and of a text in it that is still under way when a slow machine's client leaves it.
+MAX_SEQ_LEN, LONG_OUTPUT = 2048, 2000
 OUTPUT_TOKENS = 40
 
 
@@ -74,7 +77,7 @@ def check_interfaces(served: Served, model: str, expected: Sequence[Text]) -> No
 def check_lost_rank(served: Served, model: str, wanted: Text) -> None:
     """A rank is killed: clients are told, and the server starts again, with its front's connections."""
     rank = other_rank(served)
-    request = {"text_input": wanted.prompt, "request_output_len": 280, "streaming": True}
+    request = {"text_input": wanted.prompt, "request_output_len": LONG_OUTPUT, "streaming": True}
     running = Stream(served, request)
     assert running.take()
     rank.kill()
@@ -97,7 +100,7 @@ def check_lost_rank_of_a_stuck_model(served: Served, model: str, wanted: Text) -
 
 def other_rank(served: Served) -> psutil.Process:
     """Rank 1; its parent is rank 0."""
-    (rank,) = [process for process in served.family() if "spawn_main" in " ".join(process.cmdline())]
+    (rank,) = with_command(served.family(), "spawn_main")
     return rank
 
 

@@ -23,7 +23,7 @@ import psutil
 import tritonclient.grpc as grpc
 
 #: Longest wait for anything, in seconds.
-PATIENCE = 60
+PATIENCE = 120
 
 
 class Served:

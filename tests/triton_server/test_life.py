@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from served_engine import write_engine
 from served_ranks import (
+    LONG_OUTPUT,
     OUTPUT_TOKENS,
     PROMPTS,
     Text,
@@ -45,7 +46,7 @@ def test_speculation_stopping_and_restarting(engine: Path, llm: LLM) -> None:
         accepted = metrics["replayssm_accepted_draft_tokens_total"]
         assert metrics["replayssm_draft_acceptance_rate"] == pytest.approx(accepted / drafted)
         family, ports = served.family(), served.ports
-        running = Stream(served, ASKED | {"request_output_len": 280, "streaming": True})
+        running = Stream(served, ASKED | {"request_output_len": LONG_OUTPUT, "streaming": True})
         assert running.take()
         assert served.stop(signal.SIGTERM) == 0
         assert "stopped" in served.said and "error" not in served.said
@@ -69,7 +70,7 @@ def test_two_ranks(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     outputs = [output.outputs[0] for output in llm.generate(PROMPTS, SamplingParams(max_tokens=OUTPUT_TOKENS))]
     expected = [Text(prompt, output.token_ids, output.text) for prompt, output in zip(PROMPTS, outputs)]
     with serving(engine) as served:
-        left = Stream(served, ASKED | {"request_output_len": 250, "streaming": True})
+        left = Stream(served, ASKED | {"request_output_len": LONG_OUTPUT, "streaming": True})
         left.leave()
         check_interfaces(served, "two", expected)
         check_lost_rank(served, "two", expected[0])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from served_ranks import LONG_OUTPUT, MAX_SEQ_LEN
 from serving import PATIENCE, Served, events, post
 
 from trtllm_replayssm.runtime.llm import LLM
@@ -37,7 +38,7 @@ def alone(llm: LLM, prompt: str | list[int], **params: Any) -> CompletionOutput:
 def test_models(served: Served) -> None:
     with urllib.request.urlopen(f"http://{served.openai}/v1/models", timeout=PATIENCE) as answer:
         (model,) = json.loads(answer.read())["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 320)
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", MAX_SEQ_LEN)
     with urllib.request.urlopen(f"http://{served.openai}/v1/models/tiny", timeout=PATIENCE) as answer:
         assert json.loads(answer.read())["id"] == "tiny"
     with urllib.request.urlopen(f"http://{served.openai}/health", timeout=PATIENCE) as answer:
@@ -94,7 +95,7 @@ def test_chat(served: Served, llm: LLM) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == wanted.text
     # Without a limit, a chat goes on for as long as there is room.
     status, data = complete(served, {"messages": messages}, chat=True)
-    assert data["usage"]["total_tokens"] == 320
+    assert data["usage"]["total_tokens"] == MAX_SEQ_LEN
 
 
 def test_stop_and_logprobs(served: Served, llm: LLM) -> None:
@@ -152,8 +153,8 @@ BAD = {
     "temperature": ({"prompt": "a", "temperature": -1}, "temperature must be"),
     "top_p": ({"prompt": "a", "top_p": 2}, "top_p is 2"),
     "tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens must be"),
-    "too many tokens": ({"prompt": "a", "max_tokens": 1000}, "more than the model's 320"),
-    "too long a prompt": ({"prompt": "a" * 400}, "more than the model's 320"),
+    "too many tokens": ({"prompt": "a", "max_tokens": MAX_SEQ_LEN}, f"more than the model's {MAX_SEQ_LEN}"),
+    "too long a prompt": ({"prompt": "a" * (MAX_SEQ_LEN + 1)}, f"more than the model's {MAX_SEQ_LEN}"),
     "unknown id": ({"prompt": [65, 300]}, "token id 300"),
     "empty": ({"prompt": ""}, "a prompt is empty"),
     "penalty": ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty must be a number, -2 to 2"),
@@ -202,7 +203,7 @@ def test_other_refusals(served: Served) -> None:
 
 def test_leaving_ends_the_request(served: Served) -> None:
     before = served.settled()["replayssm_requests_total{cancelled}"]
-    url, body = f"http://{served.openai}/v1/completions", GREEDY | {"prompt": "long", "max_tokens": 300, "n": 3}
+    url, body = f"http://{served.openai}/v1/completions", GREEDY | {"prompt": "long", "max_tokens": LONG_OUTPUT, "n": 3}
     stream = events(url, body | {"stream": True})
     next(stream)
     stream.close()  # type: ignore[attr-defined]

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
+from processes import with_command
+from served_ranks import LONG_OUTPUT, MAX_SEQ_LEN
 from serving import PATIENCE, Served, Stream, ask, events, post
 
 from trtllm_replayssm.runtime.llm import LLM
 from trtllm_replayssm.runtime.sampling import SamplingParams
 
-LONG = {"input_ids": [65, 66, 67], "request_output_len": 250, "streaming": True}
+LONG = {"input_ids": [65, 66, 67], "request_output_len": LONG_OUTPUT, "streaming": True}
+SHORTER = 250
 
 
 def workload(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
@@ -162,7 +165,7 @@ def test_drafts_of_a_client_save_steps(served: Served, llm: LLM) -> None:
 def test_leaving_frees_the_slot(served: Served, llm: LLM) -> None:
     """A gRPC stream that is cancelled, an HTTP stream that is dropped, and a stop request; the others go on."""
     cancelled = served.settled()["replayssm_requests_total{cancelled}"]
-    stays = Stream(served, LONG)
+    stays = Stream(served, LONG | {"request_output_len": SHORTER})
     left, stopped = Stream(served, LONG | {"seed": 1}), Stream(served, LONG | {"seed": 2}, request_id="mine")
     assert left.take() and stopped.take()
     left.leave()
@@ -172,14 +175,14 @@ def test_leaving_frees_the_slot(served: Served, llm: LLM) -> None:
     assert ask(served, {"stop": True}, request_id="mine").error == ""
     ended = stopped.finish()
     assert (ended.finish_reason, ended.error) == ("cancelled", "")
-    assert 0 < len(ended.tokens) < 250
-    wanted = llm.generate(LONG["input_ids"], SamplingParams(max_tokens=250)).outputs[0]  # type: ignore
+    assert 0 < len(ended.tokens) < LONG_OUTPUT
+    wanted = llm.generate(LONG["input_ids"], SamplingParams(max_tokens=SHORTER)).outputs[0]  # type: ignore
     assert stays.finish().tokens == wanted.token_ids
     served.metric_becomes("replayssm_slots_in_use", lambda slots: slots == 0)
     assert served.metrics()["replayssm_requests_total{cancelled}"] - cancelled >= 2
 
 
-TEXT_LONG = {"text_input": "a", "max_tokens": 250, "stream": True}
+TEXT_LONG = {"text_input": "a", "max_tokens": LONG_OUTPUT, "stream": True}
 
 
 def test_many_clients_leave_at_once(served: Served, llm: LLM) -> None:
@@ -217,9 +220,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"input_ids": np.zeros((1, 0), np.int32)}, "is empty"),
     "negative output": ({"request_output_len": -5}, "request_output_len is -5"),
     "no output": ({"request_output_len": 0}, "request_output_len is 0"),
-    "too long output": ({"request_output_len": 318}, "more than max_seq_len 320"),
-    "longest integer": ({"request_output_len": 2**31 - 1}, "more than max_seq_len 320"),
-    "too long prompt": ({"input_ids": [65] * 320}, "max_seq_len 320"),
+    "too long output": ({"request_output_len": MAX_SEQ_LEN - 2}, f"more than max_seq_len {MAX_SEQ_LEN}"),
+    "longest integer": ({"request_output_len": 2**31 - 1}, f"more than max_seq_len {MAX_SEQ_LEN}"),
+    "too long prompt": ({"input_ids": [65] * MAX_SEQ_LEN}, f"max_seq_len {MAX_SEQ_LEN}"),
     "unknown id": ({"input_ids": [65, 258]}, "token id 258"),
     "negative id": ({"input_ids": [-1]}, "token id -1"),
     "NaN temperature": ({"temperature": math.nan}, "temperature is nan"),
@@ -247,8 +250,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed_requests_have_an_error_and_no_effect(served: Served, llm: LLM) -> None:
     """Each is answered by its own sentence, while another request runs."""
     rejected = served.settled()["replayssm_requests_total{rejected}"]
-    wanted = llm.generate(LONG["input_ids"], SamplingParams(max_tokens=250)).outputs[0]  # type: ignore
-    stays = Stream(served, LONG)
+    wanted = llm.generate(LONG["input_ids"], SamplingParams(max_tokens=SHORTER)).outputs[0]  # type: ignore
+    stays = Stream(served, LONG | {"request_output_len": SHORTER})
     assert stays.take()
     for name, (change, reason) in BAD.items():
         values = {key: value for key, value in (GOOD | change).items() if value is not None}
@@ -310,7 +313,7 @@ def test_metrics(served: Served) -> None:
 
 def test_threads_do_not_pile_up(served: Served) -> None:
     """Memory and threads of the model's process stay as they are over many requests."""
-    model = next(process for process in served.family() if "stub" in process.name())
+    model = next(iter(with_command(served.family(), "python_backend_stub")))
 
     def round_() -> tuple[int, int]:
         with ThreadPoolExecutor(8) as pool:
