@@ -10,6 +10,7 @@ import torch
 
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.sampling import (
+    NO_TOKEN,
     ROWS_AT_ONCE,
     SamplingParams,
     choose,
@@ -156,6 +157,9 @@ def test_rows_drawn_together_get_what_each_would_get_alone() -> None:
     ]
     rows = {row: (SamplingParams(seed=row, **kind), 10 + row) for row, kind in enumerate(kinds)}
     together = choose_all(logits, rows).tolist()
+    damaged = logits.clone()
+    damaged[:, 1, -1] = float("nan")
+    assert choose_all(damaged, rows).tolist() == [[first, NO_TOKEN, last] for first, _, last in together]
     for row, (params, start) in rows.items():
         assert together[row] == [choose(logits[row, i], params, start + i) for i in range(3)]
         alone = choose_all(logits[row : row + 1], {0: (params, start)}).tolist()

@@ -12,6 +12,8 @@ from scheduling import MODEL, OPTIONS, alone, finish, request, scheduler
 from trtllm_replayssm.errors import EngineError
 from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import Engine
+from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.step_input import StepInput
 
 
@@ -150,36 +152,54 @@ def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch:
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9).tokens
 
 
+@pytest.mark.parametrize(("mode", "before"), [(RowMode.ABSORB, 0), (RowMode.DECODE, 1)], ids=["prompt", "decode"])
 @pytest.mark.parametrize(
     ("kind", "sampling"),
-    [("plain", {}), ("plain", {"temperature": 0.7, "top_k": 5}), ("ngram", {}), ("mtp", {}), ("draft_model", {})],
+    [
+        ("plain", {}),
+        ("plain", {"temperature": 0.7, "top_k": 5}),
+        ("ngram", {}),
+        ("mtp", {}),
+        ("draft_model", {}),
+        ("draft_model", {"temperature": 0.7}),
+    ],
 )
-def test_a_prompt_whose_logits_are_no_numbers_is_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any]
+def test_logits_that_are_no_numbers_are_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any], mode: RowMode, before: int
 ) -> None:
-    """Of that request alone, which gets no token; its slot serves the next one."""
-    made = scheduler(engine, kind)
-    asked = [request(engine, name, [2 + name] * 5, max_tokens=9, **sampling) for name in range(3)]
-    for one in asked:
-        made.submit(one)
-    run = made.launcher.run
+    """Of that request alone, behind its prompt or later, which gets no token from them; its slot serves the next one."""
 
-    def damaged(rows: Any, mode: RowMode) -> torch.Tensor:
-        logits = run(rows, mode)
-        if mode == RowMode.ABSORB:
+    def submitted(made: Scheduler) -> list[Request]:
+        asked = [request(engine, name, [2 + name] * 5, max_tokens=9, **sampling) for name in range(3)]
+        for one in asked:
+            made.submit(one)
+        return asked
+
+    sound = scheduler(engine, kind)
+    wanted = submitted(sound)
+    finish(sound)
+    made = scheduler(engine, kind)
+    asked, run = submitted(made), made.launcher.run
+    damaged_steps = 0
+
+    def damaged(rows: Any, kind: RowMode) -> torch.Tensor:
+        nonlocal damaged_steps
+        logits = run(rows, kind)
+        if kind == mode and not damaged_steps:
+            damaged_steps = 1
             logits[1 - rows.first, :, 7] = float("nan")
         return logits
 
     monkeypatch.setattr(made.launcher, "run", damaged)
-    updates = made.step()
+    updates = finish(made)
+    assert damaged_steps
     monkeypatch.undo()
-    updates += finish(made)
     errors = {u.request_id: u.error for u in updates if u.finished}
-    assert isinstance(errors[1], EngineError) and "no numbers" in str(errors[1]) and not asked[1].tokens
-    made.submit(again := request(engine, 9, [3] * 9, max_tokens=9, **sampling))
+    assert isinstance(errors[1], EngineError) and "no numbers" in str(errors[1])
+    assert asked[1].tokens == wanted[1].tokens[:before]
+    made.submit(again := request(engine, 0, wanted[0].prompt, max_tokens=9, **sampling))
     finish(made)
-    for one in (asked[0], asked[2], again):
-        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9, **sampling).tokens
+    assert [one.tokens for one in (asked[0], asked[2], again)] == [wanted[i].tokens for i in (0, 2, 0)]
 
 
 def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,11 @@ from trtllm_replayssm.runtime.logprobs import KeptLogits
 from trtllm_replayssm.runtime.readback import Arriving
 from trtllm_replayssm.runtime.rows import Rows
 from trtllm_replayssm.runtime.sampler import Sampler
-from trtllm_replayssm.runtime.sampling import SamplingParams, mask_padding, to_device
+from trtllm_replayssm.runtime.sampling import NO_TOKEN, SamplingParams, mask_padding, to_device
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Draft
 from trtllm_replayssm.runtime.speculation.verification import verify
 
-#: What the host is told instead of a prompt's first token where the model computed values that are no numbers.
-NO_TOKEN = -1
 #: Decides what stays of a draft; see ``verify``.
 Judge = Callable[[Tensor, Sequence[int], Draft, SamplingParams, int], list[int]]
 
@@ -68,15 +66,11 @@ class Launcher:
         """Choose one token for each request of a step that is committed already."""
         if not flight.takers:
             return flight
-        tokens, _ = self.sampler.choose(logits, flight.first, flight.takers, {})
-        self.sampler.agree(tokens)
+        told, _ = self.sampler.choose(logits, flight.first, flight.takers, {})
+        tokens = self.sampler.agree(told).clamp(min=0)
         slots = list(flight.takers)
         places = to_device([slot - flight.first for slot in slots], torch.long, tokens.device)
         self.sampler.keep(slots, tokens[:, 0].index_select(0, places))
-        # Values that are no numbers stay in a state, and a prompt meets every weight: looking once a request is enough.
-        told = tokens
-        if not flight.decodes:
-            told = self.sampler.agree(tokens.masked_fill(logits.amax(-1).isnan(), NO_TOKEN))
         flight.tokens, flight.kept = Arriving(told), kept_logits(flight, logits, tokens)
         for job in flight.takers.values():
             job.ahead += 1
@@ -94,7 +88,7 @@ class Launcher:
     # ---- what a step brought -----------------------------------------------------------------------------------------
 
     def tokens(self, flight: Flight) -> dict[int, list[int]]:
-        """New tokens of each slot, once they are on the host; those of rank 0 on every rank. NO_TOKEN where there are none."""
+        """New tokens of each slot, once they are on the host; those of rank 0 on every rank. None where a logit was NaN."""
         if flight.tokens is None:
             return {}
         own = flight.tokens.get().tolist()
@@ -102,14 +96,15 @@ class Launcher:
             return self.judged(flight, flight.verification, own)
         for job in flight.takers.values():
             job.ahead -= 1
-        return {slot: own[slot - flight.first][:1] for slot in flight.takers}
+        return {slot: numbers(own[slot - flight.first][:1]) for slot in flight.takers}
 
     def judged(self, flight: Flight, verification: Verification, own: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """The tokens that stay of a step with drafts, and commit them."""
+        """The tokens that stay of a step with drafts, and commit them; those of a slot with a NaN before its end do not."""
         found = []
         for slot, job in flight.takers.items():
             row, draft = slot - flight.first, verification.drafts[slot]
-            found.append(self.judge(verification.judged[row], own[row], draft, job.request.params, job.position))
+            kept = self.judge(verification.judged[row], own[row], draft, job.request.params, job.position)
+            found.append(numbers(kept))
         length = self.session.replay.verify_tokens
         tokens = dict(zip(flight.takers, agreed(found, length, self.session.engine)))
         # What stays is the token that was known and the drafts that were right: as many as there are new tokens.
@@ -124,6 +119,11 @@ class Launcher:
             chosen = to_device([token for row in table for token in row], torch.long, device).view(-1, width)
             flight.kept = kept_logits(flight, verification.logits, chosen)
         return tokens
+
+
+def numbers(tokens: Sequence[int]) -> list[int]:
+    """The tokens, or none of them where one is missing: what a NaN was computed from is not to be trusted either."""
+    return [] if NO_TOKEN in tokens else list(tokens)
 
 
 def kept_logits(flight: Flight, logits: Tensor, tokens: Tensor) -> KeptLogits | None:

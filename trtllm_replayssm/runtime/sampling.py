@@ -14,6 +14,8 @@ from torch import Tensor
 from trtllm_replayssm.errors import UserError
 
 MASK64 = (1 << 64) - 1
+#: Stands for the token of logits that are no numbers.
+NO_TOKEN = -1
 #: Rows that are sampled at once: 64 of 131,072 float64 probabilities are 64 MiB.
 ROWS_AT_ONCE = 64
 #: Candidates that are found by selection; more are sorted.
@@ -147,10 +149,11 @@ def choose(logits: Tensor, params: SamplingParams, position: int, purpose: Purpo
 def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -> Tensor:
     """What ``choose`` takes after each token of a step, int64 ``[rows, T]``: logits ``[rows, T, vocab]``, padding ids at -inf.
 
-    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. The host waits
-    for nothing.
+    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. NO_TOKEN where a
+    logit is NaN. The host waits for nothing.
     """
-    tokens, length = logits.argmax(-1), logits.shape[1]
+    likeliest, length = logits.argmax(-1), logits.shape[1]
+    tokens = likeliest.clone()
     sampled = {row: given for row, given in rows.items() if not given[0].greedy}
     if sampled:
         places = to_device(list(sampled), torch.long, logits.device)
@@ -158,7 +161,8 @@ def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -
         shares = [uniform(p.seed, start + i) for p, start in sampled.values() for i in range(length)]
         drawn = draw(logits.index_select(0, places).flatten(0, 1), params, shares)
         tokens.index_copy_(0, places, drawn.view(-1, length))
-    return tokens
+    # NaN is the largest of all to argmax, so that no second look at the logits is needed.
+    return tokens.masked_fill_(logits.gather(-1, likeliest[..., None])[..., 0].isnan(), NO_TOKEN)
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], shares: Sequence[float]) -> Tensor:

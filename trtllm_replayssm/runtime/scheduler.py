@@ -27,7 +27,7 @@ from itertools import count
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.flight import Flight, News
 from trtllm_replayssm.runtime.job import Job
-from trtllm_replayssm.runtime.launching import NO_TOKEN, Launcher
+from trtllm_replayssm.runtime.launching import Launcher
 from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.placing import keep_prefixes, place, saved
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
@@ -268,7 +268,7 @@ class Scheduler:
             for slot, new in tokens.items():
                 if self.running.get(slot) is not flight.jobs[slot]:
                     continue
-                if new == [NO_TOKEN]:
+                if not new:
                     self.fail([flight.jobs[slot]], EngineError(*NO_NUMBERS))
                 else:
                     self.take(flight, slot, new)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trtllm_replayssm.runtime.sampling import SamplingParams, distribution, pick, uniform
+from trtllm_replayssm.runtime.sampling import NO_TOKEN, SamplingParams, distribution, pick, uniform
 from trtllm_replayssm.runtime.speculation.drafter import Draft
 
 
@@ -14,7 +14,7 @@ def verify(logits: Tensor, own: Sequence[int], draft: Draft, params: SamplingPar
     """The tokens that a step yields: the accepted drafts, and one more from the model itself.
 
     logits: ``[drafts + 1, vocab]`` of the step, padding ids at -inf. own: the tokens that the model itself takes there
-    (sampling.choose_all; a step reads them all at once). position: tokens before the first draft.
+    (sampling.choose_all; a step reads them all at once); NO_TOKEN ends what stays. position: tokens before the first draft.
 
     A draft of known probability q is accepted with probability ``min(1, p / q)``, else replaced by a draw from
     ``max(p - q, 0)``, scaled to 1. For a draft without chance q is one-hot, and both together are one draw from p that is
@@ -23,7 +23,7 @@ def verify(logits: Tensor, own: Sequence[int], draft: Draft, params: SamplingPar
     """
     tokens: list[int] = []
     for i, proposed in enumerate((*draft.tokens, None)):
-        if params.greedy or proposed is None or draft.probabilities is None:
+        if own[i] == NO_TOKEN or params.greedy or proposed is None or draft.probabilities is None:
             tokens.append(own[i])
         else:
             tokens.append(judged(logits[i], proposed, draft.probabilities[i], params, position + i))
