@@ -1,7 +1,7 @@
 // The adjoint of a step (delta_read.cuh), a warp a token: entry after entry, from the token backwards.
 #pragma once
-#include "async_copy.cuh"
 #include "delta_read_shape.cuh"
+#include "ptx/async_copy.cuh"
 
 // Entries that a chain takes at once: ring rows, the step's tokens.
 constexpr int CHAIN_BLOCK = 4, TOKEN_BLOCK = READ_TOKENS < 4 ? READ_TOKENS : 4;

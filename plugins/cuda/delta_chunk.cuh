@@ -17,8 +17,8 @@
 // columns: column c of block b is column 2 c + b. As an operand the same registers contract over columns. Of every 8
 // entries, an accumulator's columns 2 t and 2 t + 1 are entries t and t + 4, which makes it an operand again.
 #pragma once
-#include "bulk_copy.cuh"
 #include "delta_pairs.cuh"
+#include "ptx/bulk_copy.cuh"
 
 constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
 constexpr int STAGED_PITCH = KEY_DIM + 16 / int(sizeof(STATE));  // elements from row to row in shared memory
@@ -79,10 +79,9 @@ struct ChunkTile {
         store_vector<4>(stored.v, x);
         const u32* words = reinterpret_cast<const u32*>(stored.v);
         if constexpr (sizeof(STATE) == 4)
-            asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                         : "memory");
+            store_16_bytes(to, {words[0], words[1], words[2], words[3]});
         else
-            asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+            store_8_bytes(to, {words[0], words[1]});
     }
     // To shared memory, if the state is there, and to the checkpoint, if no chunk follows.
     __device__ void store_state(int from, bool last = true) {

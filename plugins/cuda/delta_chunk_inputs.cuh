@@ -4,9 +4,9 @@
 // 16-bit type they stay in it and arrive without passing registers. Otherwise they are floats, and so are those with decays
 // per channel, which are multiplied into the keys.
 #pragma once
-#include "async_copy.cuh"
 #include "delta_lanes.cuh"
 #include "mma.cuh"
+#include "ptx/async_copy.cuh"
 
 constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int BLOCKS = CHUNK / 8;

@@ -12,9 +12,10 @@
 // Of several tokens and nvfp4, which has few enough bits, codes are multiplied by their scales in float16, exactly: then the
 // eight columns are both parts of four tokens' x, and lane 4 g + t receives the products of token t.
 #pragma once
-#include "bulk_copy.cuh"
 #include "delta_copy.cuh"
 #include "delta_gram.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "shared_tile.cuh"
 
 constexpr int COPY_ROWS = 16;  // of a tile
@@ -40,7 +41,7 @@ constexpr int PART_ROOM = SHARED_LIMIT - 256 - int(sizeof(CopyReadInputs));
 constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM || SLICE % (COPY_ROWS * WARPS) ? SLICE : COPY_ROWS * WARPS;
 constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
 constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
-constexpr bool READS_COPY = COPIED && HAS_BULK_COPY && TOKENS > 0 && WIDE && NARROW_INPUTS && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
+constexpr bool READS_COPY = COPIED && TOKENS > 0 && WIDE && NARROW_INPUTS && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
                             VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && COPY_STAGES > 0;
 
 struct CopyPart {
@@ -121,16 +122,7 @@ struct CopyRead {
         } else {
             const u32 word = words[0];
 #if HAS_E2M1
-            asm("{\n"
-                ".reg .b8 codes<4>;\n"
-                "mov.b32 {codes0, codes1, codes2, codes3}, %4;\n"
-                "cvt.rn.f16x2.e2m1x2 %0, codes0;\n"
-                "cvt.rn.f16x2.e2m1x2 %1, codes1;\n"
-                "cvt.rn.f16x2.e2m1x2 %2, codes2;\n"
-                "cvt.rn.f16x2.e2m1x2 %3, codes3;\n"
-                "}\n"
-                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                : "r"(word));
+            from_e2m1_word(pairs, word);
 #else
             const u32 even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu);
             const u32 odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
@@ -161,11 +153,9 @@ struct CopyRead {
     }
     // Both halves times an E4M3 number.
     __device__ static u32 times_e4m3(u32 pair, u8 code) {
-        u32 product;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(from_e4m3_pair(u16(code * 257))));
-        return product;
+        return multiply_halves(pair, from_e4m3_pair(u16(code * 257)));
     }
-    // Where a lane's codes and scales lie in a tile, and its unit of the values that load_transposed_at reads.
+    // Where a lane's codes and scales lie in a tile, and its unit of the values that load_transposed_matrices reads.
     __device__ int code_at() const { return lane / 4 * CODE_ROW + lane % 4 * (LANE_COLUMNS * READ_BITS / 8); }
     __device__ int scale_at() const { return (lane / 4 * KEY_DIM + LANE_COLUMNS * (lane % 4)) / COPY_BLOCK; }
     __device__ int value_at() const { return (lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8; }
@@ -272,7 +262,7 @@ struct CopyRead {
 #pragma unroll
         for (int s = 0; s < ENTRIES / 16; ++s) {
             if (16 * s >= entries) continue;
-            TransposedBlock block = load_transposed_at(own_values + 16 * s * VALUE_PITCH);
+            Matrices block = load_transposed_matrices(own_values + 16 * s * VALUE_PITCH);
 #pragma unroll
             for (int i = 0; i < 4; ++i) block.v[i] &= updates.present[s][i / 2];
 #pragma unroll

@@ -14,6 +14,7 @@
 #pragma once
 #include "delta_adjoint.cuh"
 #include "mma.cuh"
+#include "ptx/arithmetic.cuh"
 
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int GRAM_PITCH = KEY_DIM + (READ_TOKENS > 8 ? 8 : 16), PRODUCT_PITCH = ENTRIES + 1;
@@ -148,13 +149,6 @@ struct Gram {
 
     // ---- the triangular system -----------------------------------------------------------------------------------------
 
-    // 2^x, and nothing for what is next to nothing.
-    __device__ static float power(float x) {
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;
-    }
-
     __device__ static float of_lane(float x, int from) { return __shfl_sync(~0u, x, from); }
 
     // Of the warp's head and tokens. `unit` becomes part of what products are multiplied by.
@@ -183,13 +177,13 @@ struct Gram {
                     since += step;
                 else
                     from_start += step;
-                const float decay = power(since);
+                const float decay = power_of_2(since);
                 pairs[i] = i > own && i < entries ? -decay * in.kk[key][i][entry] : 0.0f;
                 // The decays up to a token, for later; those of a single one remain at hand.
                 if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES) along[i - history] = decay;
             }
         }
-        const float key_decay = power(from_start);
+        const float key_decay = power_of_2(from_start);
         float norms[SOLVED_TOKENS] = {}, y[SOLVED_TOKENS];
 #pragma unroll
         for (int k = 0; k < SOLVED_TOKENS; ++k)
@@ -204,7 +198,7 @@ struct Gram {
         for (int k = 0; k < SOLVED_TOKENS; ++k) {
             const int token = first_token() + k;
             norms[k] = rsqrtf(norms[k] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
-            const float decay = READ_TOKENS > 1 ? along[token] : power(since);
+            const float decay = READ_TOKENS > 1 ? along[token] : power_of_2(since);
             y[k] = own <= history + token ? norms[k] * in.qk[key][token][entry] * decay : 0.0f;
         }
         // Four entries at once, from the last down: what they take of each other is known before, so that one exchange serves all
@@ -233,7 +227,7 @@ struct Gram {
 #pragma unroll
         for (int k = 0; k < SOLVED_TOKENS; ++k) {
             const int token = first_token() + k, last = history + token;
-            const float whole = power(of_lane(from_start, last));
+            const float whole = power_of_2(of_lane(from_start, last));
             const Rescaling to(whole, 8);
             if (own < ENTRIES) {
                 out.store_sum(n, token, own, own <= last ? beta * norm * y[k] : 0.0f);

@@ -6,18 +6,15 @@
 // Stages: delta_prefill_chunk.cuh (inputs), gated_delta_makers.cuh or kda_makers.cuh, delta_prefill_rows.cuh.
 #pragma once
 #include "delta_prefill_rows.cuh"
+#include "ptx/barriers.cuh"
 
 constexpr int ALL_WARPS = 0, MAKERS = 1, STATE_READ = 2;  // named barriers
 
 __device__ __forceinline__ int threads_of(int barrier) { return barrier == MAKERS ? 32 * MAKER_WARPS : BLOCK_THREADS; }
 // Waits until all threads of the barrier are here.
-__device__ __forceinline__ void meet(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads_of(barrier)) : "memory");
-}
+__device__ __forceinline__ void meet(int barrier) { sync_threads(barrier, threads_of(barrier)); }
 // Lets them go on, without waiting for them.
-__device__ __forceinline__ void pass(int barrier) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads_of(barrier)) : "memory");
-}
+__device__ __forceinline__ void pass(int barrier) { arrive_threads(barrier, threads_of(barrier)); }
 
 // The zeros that the contract promises for tokens that do not exist.
 __device__ __forceinline__ void zero_tokens(const Work& w, int valid) {
@@ -75,12 +72,6 @@ __device__ __forceinline__ void take_chunks(const Shared& shared, u32 lane, Load
 #else
 #define HEAD_CLUSTER
 #endif
-
-// Waits for the cluster's blocks, and for what they have stored.
-__device__ __forceinline__ void wait_cluster() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
 
 // `make`: the work of a maker.
 template <typename Make>

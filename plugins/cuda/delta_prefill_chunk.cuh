@@ -25,20 +25,10 @@ static_assert(SLICE == 16 * ROW_WARPS && VALUE_DIM == SLICE * SPLIT && KEY_DIM %
 // The same for all lanes, which the compiler does not see in the index of a thread.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, int(threadIdx.x / 32), 0); }
 
-// Four 8 x 8 matrices of 16-bit elements, of which lanes 8 m ... 8 m + 7 name the rows of matrix m: two columns of row g.
-__device__ __forceinline__ TransposedBlock load_matrices(const void* row) {
-    TransposedBlock out;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.v[0]), "=r"(out.v[1]), "=r"(out.v[2]), "=r"(out.v[3])
-                 : "r"(u32(__cvta_generic_to_shared(row)))
-                 : "memory");
-    return out;
-}
-
 // Rows of a chunk as the second operand of products over 16 of their columns from `unit` on: v[2 m] and v[2 m + 1] have columns
 // 2 t, 2 t + 1 and 8 + 2 t, 9 + 2 t of row 8 m + g.
 template <int UNITS>
-__device__ __forceinline__ TransposedBlock load_rows(const uint4* units, u32 unit, u32 lane) {
+__device__ __forceinline__ Matrices load_rows(const uint4* units, u32 unit, u32 lane) {
     return load_matrices(units + unit_at<UNITS>(lane / 16 * 8 + lane % 8, unit + lane / 8 % 2));
 }
 
@@ -57,7 +47,7 @@ struct alignas(16) Triangle {
     __device__ static constexpr int tile(int i, int j) { return i * (i + 1) / 2 + j; }
 
     // Columns 2 t and 2 t + 1 of row g of each tile of a part; the fourth matrix is the third again.
-    __device__ __forceinline__ TransposedBlock load(int part, u32 lane) const {
+    __device__ __forceinline__ Matrices load(int part, u32 lane) const {
         return load_matrices(&v[part][0][0][0] + 4 * (lane < 24 ? lane : lane - 8));
     }
     // Two neighbours of row g.
@@ -107,7 +97,7 @@ struct KeyOperands {
     __device__ __forceinline__ KeyOperands(const EntryUnits (&keys)[STORED], Load load) {
 #pragma unroll
         for (int p = 0; p < STORED; ++p) {
-            const TransposedBlock block = load(keys[p]);
+            const Matrices block = load(keys[p]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (STORED == 1)

@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_triangle(Entries& out, const Triangle<NB>& m
     Parts<NB> tiles[TRIANGLE_TILES], none = {};
 #pragma unroll
     for (int p = 0; p < NB; ++p) {
-        const TransposedBlock part = matrix.load(p, lane);
+        const Matrices part = matrix.load(p, lane);
 #pragma unroll
         for (int n = 0; n < TRIANGLE_TILES; ++n) tiles[n].v[p] = part.v[n];
     }
@@ -135,7 +135,7 @@ struct RowState {
             split_operand(s, v[n], v[n + 1]);
             const u32 own = opaque(lane);
             const KeyOperands<READ_PARTS> k(read_keys, [&](const uint4* units) { return load_rows<KEY_UNITS>(units, n, own); });
-            const TransposedBlock q = load_rows<KEY_UNITS>(asked, n, own);
+            const Matrices q = load_rows<KEY_UNITS>(asked, n, own);
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
                 mma_parts<0, 1>(keys.v[i], s, k.v[2 * i], k.v[2 * i + 1]);

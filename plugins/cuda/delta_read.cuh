@@ -10,8 +10,8 @@
 // that more of the state stands behind each wait for them. The product of four tokens or more with a float32 state runs on tensor
 // cores, in two tf32 parts of either operand.
 #pragma once
-#include "bulk_copy.cuh"
 #include "delta_gram.cuh"
+#include "ptx/bulk_copy.cuh"
 
 constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
 constexpr int STAGES = 2;
@@ -45,7 +45,7 @@ constexpr bool TILES_FIT = MATRIX ? sizeof(ReadInputs) + 256 <= SHARED_LIMIT : t
 constexpr int TILE_ROWS = TILES_FIT ? tile_rows(32) : 1;
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 
-constexpr bool READS = !COPIED && HAS_BULK_COPY && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
+constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
                        VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
 
 struct ReadShared {

@@ -5,6 +5,7 @@
 #include "delta_fold.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
+#include "ptx/bulk_copy.cuh"
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
@@ -74,6 +75,9 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;
         row.folded = row.fold_to, row.tokens = tokens;
-        publish_stores();
+        // What the block has stored, to its threads and to the copy engine.
+        __threadfence_block();
+        fence_async_proxy();
+        __syncthreads();
     }
 }

@@ -11,8 +11,8 @@
 // ACTIVATION (0 none, 1 relu2; of network/gated.py 2 swiglu, 3 clamped_swiglu, 4 situ), GATE_LIMIT, LIMIT (of gates and of their
 // factors; infinite where they have none), TOP_K, GATHER (x has a row for each token, of which a pair is token * TOP_K + choice;
 // otherwise for each sorted pair), SCATTER (y has a row for each pair, otherwise each sorted pair).
-#include "async_copy.cuh"
 #include "mma.cuh"
+#include "ptx/async_copy.cuh"
 #include "scalars.cuh"
 
 constexpr bool GATED = ACTIVATION >= 2;
@@ -24,13 +24,6 @@ constexpr int BLOCKS_AN_SM = (COLUMNS * TALL > 96 ? 1 : 2) * (WARPS > 4 ? 1 : 2)
 constexpr int STAGE = (WEIGHT_ROWS + COLUMNS) * DEPTH_TILE, OUT_STRIDE = WEIGHT_ROWS + 8;
 static_assert(COLUMNS % 16 == 0 && DEPTH % 8 == 0 && OUTER % 8 == 0, "pieces of 16 bytes");
 static_assert(COLUMNS * OUT_STRIDE <= STAGES * STAGE, "results are staged where the tiles were");
-
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], const ACT* from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(u32(__cvta_generic_to_shared(from)))
-                 : "memory");
-}
 
 // Element offset of a 16-byte piece within a tile.
 __device__ __forceinline__ int piece_at(int row, int piece) { return row * DEPTH_TILE + ((piece ^ row) & (PIECES - 1)) * 8; }
@@ -101,20 +94,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
             const ACT* stage = tiles + tile % STAGES * STAGE;
 #pragma unroll
             for (int k = 0; k < DEPTH_TILE / 16; ++k) {
-                u32 a[TALL][4];
+                Matrices a[TALL];
 #pragma unroll
                 for (int r = 0; r < TALL; ++r)
-                    load_matrices(a[r], stage + piece_at((warp * TALL + r) * 16 + lane % 16, 2 * k + lane / 16));
+                    a[r] = load_matrices(stage + piece_at((warp * TALL + r) * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c += 16) {
                     // Columns beyond the last pair hold what was there before: it stays in their own sums.
                     if (c >= columns) break;
-                    u32 b[4];
-                    load_matrices(b, stage + piece_at(WEIGHT_ROWS + c + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                    const Matrices b = load_matrices(stage + piece_at(WEIGHT_ROWS + c + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
                     for (int r = 0; r < TALL; ++r) {
-                        mma_16bit<ACT>(sums[r][c / 8], a[r], b[0], b[1]);
-                        mma_16bit<ACT>(sums[r][c / 8 + 1], a[r], b[2], b[3]);
+                        mma_16bit<ACT>(sums[r][c / 8], a[r].v, b.v[0], b.v[1]);
+                        mma_16bit<ACT>(sums[r][c / 8 + 1], a[r].v, b.v[2], b.v[3]);
                     }
                 }
             }

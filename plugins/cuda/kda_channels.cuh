@@ -1,6 +1,7 @@
 // Key channels of a chunk's entries in registers, and their gates, for the prefill of Kimi Delta Attention.
 #pragma once
 #include "delta_prefill_chunk.cuh"
+#include "ptx/arithmetic.cuh"
 
 constexpr int CHANNELS = UNIT;  // of a lane: 8 t ... 8 t + 7 of its warp's 32, of entries g and g + 8
 constexpr int PAIRS = CHANNELS / 2;
@@ -72,18 +73,6 @@ struct ChannelParts {
     }
 };
 
-// 2^x.
-__device__ __forceinline__ float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// 1 / x for x of ordinary size.
-__device__ __forceinline__ float inverse_of(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 // log(1 + e^x) with few instructions and no branch: log(1 + t) = 2 atanh(t / (2 + t)) for t = e^-|x| <= 1, as its series.
 __device__ __forceinline__ float short_softplus(float x) {
     const float t = power_of_2(-LOG2_E * fabsf(x)), s = t * inverse_of(2.0f + t), square = s * s;

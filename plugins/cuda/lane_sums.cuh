@@ -1,13 +1,7 @@
 // Vectors of a lane, and sums over lanes.
 #pragma once
+#include "ptx/memory.cuh"
 #include "types.cuh"
-
-// The compiler leaves it where it stands, ahead of its use.
-__device__ __forceinline__ uint4 load_16_bytes(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
 
 // N neighbouring elements as floats, with one access.
 template <int N, typename T>

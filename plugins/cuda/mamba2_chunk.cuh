@@ -5,8 +5,8 @@
 // state that a block holds), CHANNEL_PARTS (warps that share the outputs of 16 tokens), BLOCKS_AN_SM (resident blocks to
 // compile for).
 #pragma once
-#include "async_copy.cuh"
 #include "bf16_parts.cuh"
+#include "ptx/async_copy.cuh"
 #include "rounding.cuh"
 #include "scalars.cuh"
 #include "shared_tile.cuh"

@@ -9,6 +9,7 @@
 #pragma once
 #include "lane_sums.cuh"
 #include "mamba2_chunk.cuh"
+#include "ptx/arithmetic.cuh"
 
 constexpr int PART_CHANNELS = CHANNELS / CHANNEL_PARTS, OUT_TILES = PART_CHANNELS / 8;
 
@@ -37,13 +38,6 @@ struct Tile {
         if (makes_weights()) maker.store_weights(out, chunk, lane);
     }
 };
-
-// 2^x, 0 for the smallest.
-__device__ __forceinline__ float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // C of the warp's tokens g and g + 8 as it comes from memory. Lane t of a quad holds columns 8 t ... 8 t + 7 of each block of
 // 32; what meets C in a product is read in the same order.
@@ -177,7 +171,7 @@ private:
         }
 #pragma unroll
         for (int n = 0; n < OUT_TILES; n += 2) {
-            const TransposedBlock x = load_transposed<X_UNITS>(shared.x, first, (own.first_channel() + 8 * n) / UNIT, lane);
+            const Matrices x = load_transposed<X_UNITS>(shared.x, first, (own.first_channel() + 8 * n) / UNIT, lane);
 #pragma unroll
             for (int e = 0; e < 2; ++e)
                 mma_parts<0, 2>(v[n + e], m, exact_parts<ACT>(x.v[2 * e]), exact_parts<ACT>(x.v[2 * e + 1]));

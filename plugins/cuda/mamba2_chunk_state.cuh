@@ -85,7 +85,7 @@ private:
             weigh(u, shared, steps, from, lane);
 #pragma unroll
             for (int n = 0; n < TILES_TOGETHER; n += 2) {
-                const TransposedBlock b = load_transposed<B_UNITS>(shared.b, from, first_column() / UNIT + first + n, lane);
+                const Matrices b = load_transposed<B_UNITS>(shared.b, from, first_column() / UNIT + first + n, lane);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const auto b0 = exact_parts<ACT>(b.v[2 * e]), b1 = exact_parts<ACT>(b.v[2 * e + 1]);
@@ -112,7 +112,7 @@ private:
     // w_j x_j of 16 entries as an operand: rows g and g + 8, entries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     __device__ __forceinline__ static void weigh(Parts<UPDATE_PARTS> (&u)[4], const Shared& shared, const ChunkSteps& steps,
                                                  int from, u32 lane) {
-        const TransposedBlock x = load_transposed<X_UNITS>(shared.x, from, first_row() / UNIT, lane);
+        const Matrices x = load_transposed<X_UNITS>(shared.x, from, first_row() / UNIT, lane);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float2 weight = *reinterpret_cast<const float2*>(&steps.weight[from + 8 * half + 2 * (lane % 4)]);

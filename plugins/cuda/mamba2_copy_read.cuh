@@ -4,6 +4,8 @@
 // operand; they are the first operand of products of 16 rows, 16 columns and 8 tokens.
 #pragma once
 #include "mamba2_weights.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/memory.cuh"
 #include "read_copy.cuh"
 
 constexpr int TILES = HEAD_DIM / 16;  // of 16 rows
@@ -53,18 +55,18 @@ __device__ __forceinline__ void load_codes(u32 (&v)[CODE_WORDS], const u8* row) 
     if constexpr (READ_BITS == 4 && CODE_WORDS % 4 == 0) {
 #pragma unroll
         for (int w = 0; w < CODE_WORDS; w += 4) {
-            const uint4 part = load_streaming(row + 4 * w);
+            const uint4 part = stream_16_bytes(row + 4 * w);
             v[w] = part.x, v[w + 1] = part.y, v[w + 2] = part.z, v[w + 3] = part.w;
         }
     } else if constexpr (CODE_WORDS % 2 == 0) {
         // fp8: eight bytes of each 32.
 #pragma unroll
-        for (int w = 0; w < CODE_WORDS; w += 2)
-            asm volatile("ld.global.cs.L2::256B.v2.u32 {%0,%1}, [%2];"
-                         : "=r"(v[w]), "=r"(v[w + 1])
-                         : "l"(row + (READ_BITS == 8 ? 16 : 4) * w));
+        for (int w = 0; w < CODE_WORDS; w += 2) {
+            const uint2 part = stream_8_bytes(row + (READ_BITS == 8 ? 16 : 4) * w);
+            v[w] = part.x, v[w + 1] = part.y;
+        }
     } else {
-        asm volatile("ld.global.cs.L2::256B.u32 %0, [%1];" : "=r"(v[0]) : "l"(row));
+        v[0] = stream_4_bytes(row);
     }
 }
 
@@ -130,7 +132,7 @@ struct CopyTile {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int w = 0; w < CODE_WORDS; ++w) asm volatile("" : "+r"(codes[h][w]));
+            for (int w = 0; w < CODE_WORDS; ++w) codes[h][w] = opaque(codes[h][w]);
     }
 };
 
@@ -142,33 +144,12 @@ constexpr float CODE_UNIT = READ_BITS == 4 && !HAS_E2M1 ? 64.0f : 1.0f;
 constexpr bool SPREAD_PAIRS = READ_BITS == 4 && !HAS_E2M1;
 constexpr int WORD_PAIRS = WORD_COLUMNS / 2;
 
-// Float16 of the four E4M3 codes of a word. A conversion takes either half of a register as it is.
-__device__ __forceinline__ void from_e4m3_word(u32& low, u32& high, u32 word) {
-    asm("{\n"
-        ".reg .b16 first, second;\n"
-        "mov.b32 {first, second}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, first;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, second;\n"
-        "}\n"
-        : "=r"(low), "=r"(high)
-        : "r"(word));
-}
-
 __device__ __forceinline__ void decode(u32 (&pairs)[WORD_PAIRS], u32 word) {
     if constexpr (READ_BITS == 8) {
         from_e4m3_word(pairs[0], pairs[1], word);
     } else {
 #if HAS_E2M1
-        asm("{\n"
-            ".reg .b8 byte<4>;\n"
-            "mov.b32 {byte0, byte1, byte2, byte3}, %4;\n"
-            "cvt.rn.f16x2.e2m1x2 %0, byte0;\n"
-            "cvt.rn.f16x2.e2m1x2 %1, byte1;\n"
-            "cvt.rn.f16x2.e2m1x2 %2, byte2;\n"
-            "cvt.rn.f16x2.e2m1x2 %3, byte3;\n"
-            "}\n"
-            : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-            : "r"(word));
+        from_e2m1_word(pairs, word);
 #else
         // Sign, the lower two bits of the exponent and the highest of the fraction.
         const u32 even = word << 4 & 0x80808080u | word << 2 & 0x1c1c1c1cu, odd = word & 0x80808080u | word >> 2 & 0x1c1c1c1cu;
@@ -176,12 +157,6 @@ __device__ __forceinline__ void decode(u32 (&pairs)[WORD_PAIRS], u32 word) {
         from_e4m3_word(pairs[2], pairs[3], odd);
 #endif
     }
-}
-
-__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
-    u32 product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
 }
 
 // ---- C ---------------------------------------------------------------------------------------------------------------
@@ -196,10 +171,7 @@ struct CopyC {
 
     // The second operand of a product. Volatile, or the compiler would keep it in registers.
     __device__ __forceinline__ uint2 get(int n, int step) const {
-        uint2 pairs;
-        const u32 at = u32(__cvta_generic_to_shared(&v[n][step][threadIdx.x % 32]));
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "r"(at) : "memory");
-        return pairs;
+        return load_shared_8_bytes(&v[n][step][threadIdx.x % 32]);
     }
     // Token tile n, by one warp.
     __device__ __forceinline__ void fill(int n, const Sequence& seq, int group, int tokens, int lane) {
@@ -309,7 +281,7 @@ __device__ __forceinline__ void finish(HeadOutputs& out, const CopyC& c, const B
         }
 #pragma unroll
         for (int k = 0; k < TILES; ++k) {
-            const TransposedBlock x = load_entries<X_UNITS>(block.x[h], b, 2 * k, lane);
+            const Matrices x = load_entries<X_UNITS>(block.x[h], b, 2 * k, lane);
             const Parts<EXACT_PARTS<ACT>> a[4] = {exact_parts<ACT>(x.v[0]), exact_parts<ACT>(x.v[2]), exact_parts<ACT>(x.v[1]),
                                                   exact_parts<ACT>(x.v[3])};
 #pragma unroll

@@ -42,7 +42,7 @@ struct EntryUpdates {
     Parts<UPDATE_PARTS> v[4];
 
     __device__ __forceinline__ void load(const BlockWeights& block, int b, int h, int warp, int lane) {
-        const TransposedBlock x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
+        const Matrices x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
             const float2 kept = *reinterpret_cast<const float2*>(&block.kept[h][16 * b + 8 * s + 2 * (lane % 4)]);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const
         for (int b = 0; b < ENTRY_BLOCKS; ++b) {
             if (!is_needed(b, updates.entries)) continue;
             const EntryUpdates u = updates.get(b);
-            const TransposedBlock B = load_entries<B_UNITS>(b_rows.v, b, 4 * block + 2 * half, lane);
+            const Matrices B = load_entries<B_UNITS>(b_rows.v, b, 4 * block + 2 * half, lane);
 #pragma unroll
             for (int m = 0; m < 2; ++m)
                 mma_parts<0, UPDATE_PARTS>(sum[m], u.v, exact_parts<ACT>(B.v[2 * m]), exact_parts<ACT>(B.v[2 * m + 1]));

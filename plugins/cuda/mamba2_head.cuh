@@ -36,7 +36,7 @@ struct StateChunk {
     // `rows`: row g, at the chunk's first block. UPDATE: it is loaded to be written back at once.
     template <bool UPDATE>
     __device__ __forceinline__ void load(const STATE* rows, int t) {
-        asm volatile("" : "+l"(rows));
+        rows = opaque(rows);
 #pragma unroll
         for (int k = 0; k < BLOCKS_A_CHUNK; ++k)
             v[k][0].template load<UPDATE>(rows, k, t), v[k][1].template load<UPDATE>(rows + 8 * STATE_SIZE, k, t);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_entries(Outputs& out, const BlockWeights& bl
 #pragma unroll
     for (int b = 0; b < ENTRY_BLOCKS; ++b) {
         if (!is_needed(b, seq.length)) continue;
-        const TransposedBlock x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
+        const Matrices x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
         Parts<WEIGHT_PARTS> m[4] = {};
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; ++n) {

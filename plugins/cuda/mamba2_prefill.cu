@@ -9,6 +9,7 @@
 // Stages: mamba2_chunk.cuh (inputs), mamba2_chunk_outputs.cuh, mamba2_chunk_state.cuh. Macros: mamba2_chunk.cuh.
 #include "mamba2_chunk_outputs.cuh"
 #include "mamba2_chunk_state.cuh"
+#include "ptx/barriers.cuh"
 #include "read_copy.cuh"
 
 // C of wide states is more than registers hold beside an update.
@@ -39,12 +40,6 @@ __device__ __forceinline__ void append(const Shared& shared, const ChunkSteps& s
 #else
 #define HEAD_CLUSTER
 #endif
-
-// Waits for the cluster's blocks, and for what they have stored.
-__device__ __forceinline__ void wait_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 extern "C" __global__ void HEAD_CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
     mamba2_prefill(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
@@ -108,11 +103,9 @@ extern "C" __global__ void HEAD_CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
     }
     if constexpr (READ_BITS > 0) {
         // The row is read again, so that nothing is kept in registers for this.
-        int at = blockIdx.y;
-        asm volatile("" : "+r"(at));
-        const Row written = load_row(step, at, tokens);
+        const Row written = load_row(step, opaque(int(blockIdx.y)), tokens);
         if (!written.folds()) return;
-        wait_cluster();
+        wait_cluster_aligned();
         const int head = blockIdx.x * CHANNELS / HEAD_DIM;
         if (blockIdx.x * CHANNELS % HEAD_DIM == 0)
             write_copy<HEAD_DIM, STATE_SIZE, THREADS>(state_out + written.slot * state_stride + head * HEAD_SIZE,

@@ -3,9 +3,9 @@
 // x of every entry is copied to shared memory, without passing a register; B . C of the group, time steps and decays become the
 // weights M_ij (formula and names in mamba2_replay.cuh), which lie ready as operands when the heads are taken up.
 #pragma once
-#include "async_copy.cuh"
 #include "bf16_parts.cuh"
 #include "mamba2_replay.cuh"
+#include "ptx/async_copy.cuh"
 #include "shared_tile.cuh"
 
 // Rows of entries in shared memory. Where the last 16 are cut short, the last of them stand for those that are missing.
@@ -31,9 +31,9 @@ struct BlockWeights {
 
 // Block b of 16 entries of a matrix with rows of UNITS units, transposed, from unit `unit` on.
 template <int UNITS>
-__device__ __forceinline__ TransposedBlock load_entries(const uint4* rows, int b, int unit, int lane) {
+__device__ __forceinline__ Matrices load_entries(const uint4* rows, int b, int unit, int lane) {
     const int row = 16 * b + 16 > ENTRY_ROWS ? min(16 * b + lane % 16, ENTRY_ROWS - 1) : 16 * b + lane % 16;
-    return load_transposed_at(rows + row * PITCH<UNITS> + unit + lane / 16);
+    return load_transposed_matrices(rows + row * PITCH<UNITS> + unit + lane / 16);
 }
 
 // Requests x of all entries; entries that do not exist become zero. A thread has one unit of entries 16 apart.

@@ -2,6 +2,7 @@
 //
 // Macro: READ_BITS (bits of a code: 8 for fp8, 4 for nvfp4, 0 without a copy).
 #pragma once
+#include "ptx/arithmetic.cuh"
 #include "types.cuh"
 
 // What kernels of layers with a copy take besides: behind the other inputs, strides and outputs. An output's address is also
@@ -53,9 +54,7 @@ struct ReadCopy {
 
 // The larger magnitude; what is not a number wins.
 __device__ __forceinline__ float larger_magnitude(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return larger;
+    return max_or_nan(fabsf(a), fabsf(b));
 }
 
 __device__ __forceinline__ float warp_magnitude(float x) {
@@ -66,20 +65,7 @@ __device__ __forceinline__ float warp_magnitude(float x) {
 
 // ---- E4M3 ------------------------------------------------------------------------------------------------------------
 
-// Codes of two floats, that of `low` in the lower byte.
-__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
-}
 __device__ __forceinline__ u32 to_e4m3(float x) { return to_e4m3_pair(x, 0.0f) & 0xffu; }
-
-// Two float16 of the two codes in `pair`.
-__device__ __forceinline__ u32 from_e4m3_pair(u16 pair) {
-    u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    return halves;
-}
 __device__ __forceinline__ float from_e4m3(u32 code) { return half_to_float<fp16>(from_e4m3_pair(u16(code)), false); }
 
 // ---- E2M1 ------------------------------------------------------------------------------------------------------------
@@ -95,15 +81,7 @@ __device__ __forceinline__ u32 to_e2m1(float x) {
 // Codes of two floats, that of `low` in the lower four bits.
 __device__ __forceinline__ u32 to_e2m1_pair(float low, float high) {
 #if HAS_E2M1
-    u16 pair;
-    asm("{\n"
-        ".reg .b8 codes, zero;\n"
-        "cvt.rn.satfinite.e2m1x2.f32 codes, %1, %2;\n"
-        "mov.b16 %0, {codes, zero};\n"
-        "}\n"
-        : "=h"(pair)
-        : "f"(high), "f"(low));
-    return pair & 0xffu;
+    return f32_to_e2m1_pair(low, high);
 #else
     return to_e2m1(low) | to_e2m1(high) << 4;
 #endif

@@ -6,6 +6,7 @@
 //     4-byte state: pair m = columns 16 (m / 2) + 4 t + 2 (m % 2)
 // Rows of activations that meet the state (B, C) are read in the same order, whatever their own width.
 #pragma once
+#include "ptx/memory.cuh"
 #include "types.cuh"
 
 struct Pairs {
@@ -39,24 +40,6 @@ __device__ __forceinline__ void store_pairs(void* row, int block, int t, const P
     }
 }
 
-// 16 bytes that this step reads once: they need not stay in any cache. A warp reads a row in pieces of 64 bytes; the L2 cache
-// is told to fetch 256 at once.
-__device__ __forceinline__ uint4 load_streaming(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.cs.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
-// The same of data that is written back at once. Then hints cost time: half of the traffic is writes.
-__device__ __forceinline__ uint4 load_to_update(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-__device__ __forceinline__ void store_update(void* at, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 // A lane's four pairs of one row and block of the state, as stored. UPDATE: it is loaded to be written back at once.
 template <typename T>
 struct StatePairs {
@@ -68,7 +51,7 @@ struct StatePairs {
 #pragma unroll
         for (int part = 0; part < WORDS / 4; ++part) {
             const T* at = row + 32 * block + (WORDS == 8 ? 16 * part + 4 * t : 8 * t);
-            const uint4 word = UPDATE ? load_to_update(at) : load_streaming(at);
+            const uint4 word = UPDATE ? load_16_bytes(at) : stream_16_bytes(at);
             v[4 * part] = word.x, v[4 * part + 1] = word.y, v[4 * part + 2] = word.z, v[4 * part + 3] = word.w;
         }
     }
@@ -77,7 +60,7 @@ struct StatePairs {
         if (WORDS == 4 && half == 0) return;
         T* at = row + 32 * block + (WORDS == 8 ? 16 * half + 4 * t : 8 * t);
         const int first = WORDS == 8 ? 4 * half : 0;
-        store_update(at, {v[first], v[first + 1], v[first + 2], v[first + 3]});
+        store_16_bytes(at, {v[first], v[first + 1], v[first + 2], v[first + 3]});
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -86,7 +69,7 @@ struct StatePairs {
     // Makes the values opaque to the compiler here, at no cost.
     __device__ __forceinline__ void keep() {
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(v[i]));
+        for (int i = 0; i < WORDS; ++i) v[i] = opaque(v[i]);
     }
     // Element e (0 or 1) of pair m.
     __device__ __forceinline__ float get(int m, int e) const {

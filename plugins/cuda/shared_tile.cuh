@@ -1,7 +1,7 @@
 // Matrices of 16-bit elements in shared memory, in units of 16 bytes that are exchanged within their row so that two kinds of
 // access meet no bank twice: eight rows at one unit (transposed fragments), and two rows at four units (rows in order).
 #pragma once
-#include "types.cuh"
+#include "ptx/mma.cuh"
 
 constexpr int UNIT = 8;  // elements
 
@@ -16,22 +16,8 @@ __device__ __forceinline__ uint4 load_unit(const void* units, u32 at) { return s
 
 // A 16 x 16 block of a matrix, transposed: with lane = 4 g + t, v[2 m + h] holds rows 8 h + 2 t and 8 h + 2 t + 1 of column
 // 8 m + g. `first` is the block's first row, `unit` its first unit.
-struct TransposedBlock {
-    u32 v[4];
-};
-
-// `unit`: the lane's, row lane % 16 of the block and unit lane / 16.
-__device__ __forceinline__ TransposedBlock load_transposed_at(const void* unit) {
-    TransposedBlock out;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.v[0]), "=r"(out.v[1]), "=r"(out.v[2]), "=r"(out.v[3])
-                 : "r"(u32(__cvta_generic_to_shared(unit)))
-                 : "memory");
-    return out;
-}
-
 template <int UNITS>
-__device__ __forceinline__ TransposedBlock load_transposed(const void* units, u32 first, u32 unit, u32 lane) {
+__device__ __forceinline__ Matrices load_transposed(const void* units, u32 first, u32 unit, u32 lane) {
     const u32 row = first + lane % 16, at = unit_at<UNITS>(row, unit + lane / 16);
-    return load_transposed_at(static_cast<const uint4*>(units) + at);
+    return load_transposed_matrices(static_cast<const uint4*>(units) + at);
 }

@@ -1,11 +1,7 @@
 // Element types and their conversions to and from float, without any header of the CUDA toolkit.
 #pragma once
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "ptx/conversions.cuh"
+#include "ptx/opaque.cuh"
 
 struct bf16 {
     u16 bits;
@@ -16,11 +12,7 @@ struct fp16 {
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
-__device__ __forceinline__ float to_float(fp16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+__device__ __forceinline__ float to_float(fp16 x) { return f16_to_f32(x.bits); }
 
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
@@ -30,15 +22,11 @@ __device__ __forceinline__ float from_float<float>(float x) {
 }
 template <>
 __device__ __forceinline__ bf16 from_float<bf16>(float x) {
-    bf16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
+    return {f32_to_bf16(x)};
 }
 template <>
 __device__ __forceinline__ fp16 from_float<fp16>(float x) {
-    fp16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
+    return {f32_to_f16(x)};
 }
 
 template <typename A, typename B>
@@ -66,15 +54,11 @@ template <typename T>
 __device__ __forceinline__ u32 pack_pair(float low, float high);
 template <>
 __device__ __forceinline__ u32 pack_pair<bf16>(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+    return f32_to_bf16_pair(low, high);
 }
 template <>
 __device__ __forceinline__ u32 pack_pair<fp16>(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+    return f32_to_f16_pair(low, high);
 }
 
 // N elements that are read and written with accesses as wide as their alignment (16 bytes at most) permits.
@@ -82,16 +66,3 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N >= 16 ? 16 : sizeof(T) * N) vec {
     T v[N];
 };
-
-// The same value, of which the compiler knows nothing: what follows from it is computed where it is used, instead of once
-// before all loops, in registers that the state needs.
-__device__ __forceinline__ int opaque(int value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-// Of an address: it stays in two registers, and what is added to it is added in bytes.
-template <typename T>
-__device__ __forceinline__ T* opaque(T* address) {
-    asm volatile("" : "+l"(address));
-    return address;
-}

@@ -1,15 +1,15 @@
 // Copies from global to shared memory that pass no register and that threads do not wait for (cp.async).
 #pragma once
-#include "types.cuh"
+#include "ptx/memory.cuh"
 
 // 16 bytes. Both addresses are multiples of 16.
 __device__ __forceinline__ void copy_16_bytes(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // The same, or zeros where nothing is to be read.
 __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(present ? 16 : 0)
                  : "memory");
 }
@@ -25,6 +25,3 @@ template <int N>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-
-// Brings a line of 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }

@@ -1,14 +1,6 @@
 // Bulk copies from global to shared memory that complete on a barrier in shared memory (compute capability 9.0).
 #pragma once
-#include "types.cuh"
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool HAS_BULK_COPY = true;
-#else
-constexpr bool HAS_BULK_COPY = false;
-#endif
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+#include "ptx/memory.cuh"
 
 // A barrier whose phase ends when the bytes announced by expect_bytes have arrived.
 __device__ __forceinline__ void init_barrier(u64* barrier) {
@@ -35,14 +27,7 @@ __device__ __forceinline__ void wait_barrier(u64* barrier, u32 parity) {
         : "memory");
 }
 
-// Both addresses and the size are multiples of 16 bytes.
-__device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-// For data that is read once: it leaves the L2 cache first.
+// Of data that is read once: it leaves the L2 cache first. Both addresses and the size are multiples of 16 bytes.
 __device__ __forceinline__ void stream_to_shared(void* to, const void* from, u32 bytes, u64* barrier) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -56,9 +41,5 @@ __device__ __forceinline__ void stream_to_shared(void* to, const void* from, u32
 __device__ __forceinline__ void prefetch_bulk(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// What the block has stored to global memory, to the copy engine; for all threads of the block.
-__device__ __forceinline__ void publish_stores() {
-    __threadfence_block();
-    asm volatile("fence.proxy.async;" ::: "memory");
-    __syncthreads();
-}
+// Makes what the thread has stored to memory visible to the copy engine.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -1,0 +1,28 @@
+// Arithmetic that CUDA C++ has no name for without a header of the toolkit.
+#pragma once
+#include "integers.cuh"
+
+// 2^x with two units in the last place; 0 instead of subnormal numbers.
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// 1 / x for x of ordinary size, with one unit in the last place.
+__device__ __forceinline__ float inverse_of(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The larger one; what is not a number wins.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+// Products of two pairs of float16.
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
