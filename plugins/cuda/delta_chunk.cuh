@@ -115,7 +115,7 @@ struct ChunkTile {
                 const Split a(S[p][0][half], S[p][1][half], S[p][0][half + 2], S[p][1][half + 2]);
 #pragma unroll
                 for (int n = 0; n < N; ++n)
-                    if (8 * n < count) sums[n].add<NARROW>(a, x[n][half], x[n][half + 2]);
+                    if (8 * n < count) sums[n].template add<NARROW>(a, x[n][half], x[n][half + 2]);
             }
         }
     }

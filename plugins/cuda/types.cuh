@@ -63,6 +63,6 @@ __device__ __forceinline__ u32 pack_pair<fp16>(float low, float high) {
 
 // N elements that are read and written with accesses as wide as their alignment (16 bytes at most) permits.
 template <typename T, int N>
-struct alignas(sizeof(T) * N >= 16 ? 16 : sizeof(T) * N) vec {
+struct alignas(sizeof(T) * N >= 16 ? 16 : (sizeof(T) * N & -(sizeof(T) * N))) vec {
     T v[N];
 };
