@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -56,8 +57,7 @@ def test_replicas(server_package: None, engine: Path, tmp_path: Path) -> None:
     command = tmp_path / "trtllm-replayssm"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trtllm_replayssm "$@"\n')
     command.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = first_of_free_ports(4)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"PORT": str(port), "DEVICE": "cpu"}
     script = subprocess.Popen([EXAMPLES / "multi_gpu.sh", "replicas", engine, "1"], env=environment)
@@ -76,6 +76,17 @@ def test_replicas(server_package: None, engine: Path, tmp_path: Path) -> None:
         script.send_signal(signal.SIGTERM)
         script.wait(PATIENCE)
     assert not psutil.wait_procs(family, PATIENCE)[1]
+
+
+def first_of_free_ports(count: int) -> int:
+    """Of ``count`` ports that follow each other: one that is free may have neighbours that are not."""
+    for _ in range(100):
+        with ExitStack() as held, suppress(OSError, OverflowError):
+            port = int(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+            for other in range(port + 1, port + count):
+                held.enter_context(socket.create_server(("127.0.0.1", other)))
+            return port
+    raise AssertionError("no free ports")
 
 
 def test_load_balancer() -> None:
