@@ -153,6 +153,16 @@ def test_scaled_products_of_a_converted_engine(tmp_path: Path) -> None:
     assert 1e-3 < (mine - expected).norm() / expected.norm() < 0.5
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_scaled_products_that_no_layer_would_have_are_refused(tmp_path: Path, dtype: str) -> None:
+    """They are products of FP8 numbers for activations in bfloat16."""
+    packed, _ = folders(KEPT["kimi fp8"], tmp_path)
+    kept(packed, tmp_path / "kept", dtype=dtype)
+    engine(tmp_path / "kept", tmp_path / "engine")
+    with pytest.raises(EngineError, match="no FP8 matrices with a scale a row, for activations in bfloat16"):
+        Engine.load(tmp_path / "engine", device="cpu", scaled_matmul=True)
+
+
 @dataclass(frozen=True)
 class Job:
     """Engines of two ranks below ``root``; each rank writes its logits beside them."""

@@ -104,7 +104,7 @@ def test_product_of_rounded_tokens_is_that_of_the_cpu(tokens):
     weight = packed(torch.empty(256, 512, dtype=torch.bfloat16).normal_(), Packing("FP8"))
     there = replace(weight, parts=tuple(part.cuda() for part in weight.parts))
     x = torch.randn(2, tokens, 512, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
-    assert suited(there)
+    assert suited(there.packing, there.shape, there.dtype)
     expected, got = scaled_linear(x, weight).float(), scaled_linear(x.cuda(), there).float().cpu()
     assert (got - expected).norm() / expected.norm() < 2**-8
 

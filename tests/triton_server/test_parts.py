@@ -112,7 +112,7 @@ def test_repository_replaces_only_its_own(engine: Path, tmp_path: Path) -> None:
         write_repository(ServingOptions(str(engine)), models)
     with pytest.raises(EngineError):
         write_repository(ServingOptions(str(tmp_path)), tmp_path / "elsewhere")
-    with pytest.raises(EngineError, match="no FP8 weights with a scale a row"):
+    with pytest.raises(EngineError, match="no FP8 matrices with a scale a row"):
         write_repository(ServingOptions(str(engine), scaled_matmul=True), tmp_path / "elsewhere")
     with pytest.raises(UserError, match="max_draft_len is 4; the engine was built for 3 drafts"):
         write_repository(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from trtllm_replayssm.compat import FIRST_CAPABILITIES
 from trtllm_replayssm.errors import EngineError
-from trtllm_replayssm.network.packed import PackedWeight
+from trtllm_replayssm.network.packed import PackedWeight, Packing
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max
@@ -25,10 +27,10 @@ def check_products(device: torch.device) -> None:
         )
 
 
-def suited(weight: PackedWeight) -> bool:
-    """Whether the product takes this weight: a matrix with a scale a row, for activations in bfloat16."""
-    matrix = weight.packing.quant_algo == "FP8" and weight.packing.group_size is None and len(weight.shape) == 2
-    return matrix and weight.dtype == torch.bfloat16 and not any(size % ALIGNMENT for size in weight.shape)
+def suited(packing: Packing, shape: Sequence[int], activation: torch.dtype) -> bool:
+    """Whether the product takes a weight of this rank: a matrix with a scale a row, for activations in bfloat16."""
+    matrix = packing.quant_algo == "FP8" and packing.group_size is None and len(shape) == 2
+    return matrix and activation == torch.bfloat16 and not any(size % ALIGNMENT for size in shape)
 
 
 def scaled_linear(x: Tensor, weight: PackedWeight) -> Tensor:

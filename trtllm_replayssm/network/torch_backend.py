@@ -92,7 +92,11 @@ class TorchNetwork(Network):
         return F.embedding(token_ids.long(), table.flatten(0, -2)).to(self.dtype)
 
     def _linear(self, x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-        if self.scaled_matmul and isinstance(weight, PackedWeight) and scaled.suited(weight):
+        if (
+            self.scaled_matmul
+            and isinstance(weight, PackedWeight)
+            and scaled.suited(weight.packing, weight.shape, weight.dtype)
+        ):
             out = scaled.scaled_linear(x, weight)
             return out if bias is None else out + bias.to(out.dtype)
         weight = dense(weight)

@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.packed import StoredWeight, assembled
-from trtllm_replayssm.network.scaled import check_products
+from trtllm_replayssm.network.scaled import check_products, suited
 from trtllm_replayssm.network.torch_backend import TorchNetwork
 from trtllm_replayssm.plugins.implementation import Implementation, PluginImpl, implementation, reference
 from trtllm_replayssm.runtime.build import build_engine
@@ -139,11 +139,13 @@ def check_scaled_matmul(folder: Path, config: EngineConfig) -> None:
             f"{folder} is run by TensorRT, which multiplies as it was built",
             "leave out --scaled_matmul; build has it, too",
         )
-    packings = config.checkpoint.packings.values()
-    if not any(packing.quant_algo == "FP8" and packing.group_size is None for packing in packings):
+    checkpoint = config.checkpoint
+    parameters = checkpoint.decoder.parameters(checkpoint.tp_size)
+    shapes = {name: parameters[name].local_shape(checkpoint.tp_size) for name in checkpoint.packings}
+    if not any(suited(p, shapes[name], checkpoint.torch_dtype) for name, p in checkpoint.packings.items()):
         raise EngineError(
-            f"{folder} has no FP8 weights with a scale a row",
-            "convert FP8 weights by tensor or by channel with --quantization keep, or leave out --scaled_matmul",
+            f"{folder} has no FP8 matrices with a scale a row, for activations in bfloat16",
+            "convert FP8 weights by tensor or channel with --dtype bfloat16 --quantization keep, or leave out --scaled_matmul",
         )
 
 
