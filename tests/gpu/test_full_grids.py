@@ -1,0 +1,63 @@
+"""The forms of kernels that only large batches take, with few rows: what counts as full is little here."""
+
+from __future__ import annotations
+
+import pytest
+import test_delta_rule
+import test_mamba2
+from test_delta_rule import BF16, FP16, FP32, Case
+
+from trtllm_replayssm.plugins.device import delta_rule, gated_delta, kda, mamba2, mamba2_copy
+from trtllm_replayssm.plugins.driver import launch
+from trtllm_replayssm.plugins.launch import Launch
+
+ROWS = 3
+READS = ["same", "fp8", "nvfp4"]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What is launched in a test, on a device that few warps fill."""
+    records: list[Launch] = []
+
+    def record_and_launch(record, inputs, outputs):
+        records.append(record)
+        launch(record, inputs, outputs)
+
+    monkeypatch.setattr(delta_rule, "FULL_GRID", 4)
+    monkeypatch.setattr(mamba2, "WARPS_WANTED", 4)
+    monkeypatch.setattr(mamba2, "VERIFY_WARPS_WANTED", 4)
+    monkeypatch.setattr(mamba2_copy, "BLOCKS_WANTED", 4)
+    for module in (gated_delta, kda, mamba2):
+        monkeypatch.setattr(module, "launch", record_and_launch)
+    return records
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("state", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_two_heads_a_block(tokens, state, read, launched):
+    test_delta_rule.run_case(
+        Case("gated_delta", tokens, heads=(2, 4), draft=tokens - 1, state=state, rows=ROWS, beta_scale=2.0, read=read)
+    )
+    assert dict(launched[0].kernel.defines)["HEADS_A_BLOCK"] == 2
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("layer", ["gated_delta", "kda"])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 24])
+def test_whole_heads(tokens, layer, read, launched):
+    """No head is divided."""
+    test_delta_rule.run_case(
+        Case(layer, tokens, heads=(4, 4), draft=tokens - 1 if tokens < 16 else 0, rows=ROWS, read=read)
+    )
+    assert tokens > 16 or dict(launched[0].kernel.defines)["SPLIT"] == 1
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_blocks_of_several_heads(tokens, dtypes, read, launched):
+    """A block takes all heads of a group that fit."""
+    test_mamba2.run_case((8, 64, 128, 2), tokens, 16, dtypes, draft=tokens - 1, rows=ROWS, read_dtype=read)
+    assert launched[0].integers[-1] > 1
