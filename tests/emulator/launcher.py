@@ -154,7 +154,7 @@ def can_emulate() -> bool:
 
 
 def compiler() -> str:
-    return os.environ.get("CXX") or next((name for name in ("g++", "clang++") if shutil.which(name)), "c++")
+    return os.environ.get("CXX") or "g++"
 
 
 @cache

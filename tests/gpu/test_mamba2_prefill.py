@@ -39,6 +39,13 @@ def test_shapes(shape, dtypes):
     run_case(shape, 150, 32, dtypes, rows=8)
 
 
+@pytest.mark.parametrize("read_dtype", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+def test_read_copies(state, read_dtype):
+    """One of a head's blocks writes the copy of what all of them have stored."""
+    run_case((4, 64, 128, 2), 100, 32, (BF16, state), rows=6, read_dtype=read_dtype)
+
+
 @pytest.mark.parametrize("tokens", [17, 31, 32, 33, 63, 64, 65, 127, 129])
 def test_lengths(tokens):
     """Chunks that are full, have one token too many or too few, in rows that end anywhere."""

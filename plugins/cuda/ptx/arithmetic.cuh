@@ -2,7 +2,7 @@
 #pragma once
 #include "integers.cuh"
 
-// 2^x with two units in the last place; 0 instead of subnormal numbers.
+// 2^x to some 22 bits; 0 instead of subnormal numbers.
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -10,12 +10,12 @@ enum Order : int { FORWARD, BACKWARD, RANDOM };
 struct Launch {
     Dim3 grid;
     int block_threads, dynamic_shared;
-    int cluster_blocks;  // along x
-    int order;          // of threads, of warps and of blocks
-    int late;           // whether copies complete as late, or as early, as the program allows
-    u64 seed;           // of Order::RANDOM
+    int cluster_blocks;         // along x
+    int order;                  // of threads, of warps and of blocks
+    int late;                   // whether copies complete as late, or as early, as the program allows
+    u64 seed;                   // of Order::RANDOM
     char *shared, *shared_end;  // the block's static shared memory
-    char message[512];  // why the launch failed
+    char message[512];          // why the launch failed
 };
 
 // Runs `thread(values)` in every thread of the grid. Returns whether all went well; otherwise there is a message.
