@@ -24,7 +24,8 @@ HEAD = "lm_head.weight"
 def account(folder: HfFolder, family: Family, decoder: HybridDecoder, warn: Callable[[str], None]) -> dict[str, Source]:
     """A source for every weight of the decoder, a tied head included.
 
-    Raises CheckpointError when tensors are missing, left over, of a wrong shape, or not floating point.
+    Raises CheckpointError when tensors are missing, left over, of a wrong shape, or not floating point, and for those that
+    the folder refuses.
     """
     parameters, sources = decoder.parameters(), family.sources(decoder)
     if set(parameters) != set(sources):
@@ -37,6 +38,8 @@ def account(folder: HfFolder, family: Family, decoder: HybridDecoder, warn: Call
             "download the whole checkpoint again",
         )
     for name in sorted(used):
+        if name in folder.refused:
+            raise folder.refused[name]
         if folder.entries[name].dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{name} has dtype {folder.entries[name].dtype}, and no quantisation of it is described",

@@ -108,7 +108,8 @@ def kept_packing(folder: HfFolder, name: str, source: Source, parameter: Paramet
 def input_scale(folder: HfFolder, source: Source, packing: Packing, parameter: Parameter) -> float | None:
     """The scale of a linear layer's inputs: the largest of those that were stored with its parts, which have the same inputs.
 
-    None for experts and groups of FP8, whose products are not computed from rounded inputs, and where a part has none.
+    None for experts and groups of FP8, whose products are not computed from rounded inputs, where a part has none, and for
+    formats of weights alone.
     Raises CheckpointError for a scale that is no positive number.
     """
     if len(parameter.shape) > 2 or (packing.quant_algo == "FP8" and packing.group_size is not None):
@@ -116,8 +117,8 @@ def input_scale(folder: HfFolder, source: Source, packing: Packing, parameter: P
     scales: list[float] = []
     for tensor in source.names:
         weight = folder.quantised[tensor]
-        stored = weight.parts.get(weight.format.aside[0])
-        if stored is None:
+        stored = weight.parts.get(weight.format.aside)
+        if stored is None or not weight.format.rounds_inputs:
             return None
         value = folder.stored(stored)
         scales.append(float(1 / value if packing.divides else value))

@@ -198,6 +198,28 @@ def fp8_block(rows: int, columns: int, name: str = "weight_scale_inv") -> Quanti
     return quantise
 
 
+def fp8_pb_wo(weight: Tensor) -> Stored:
+    """ModelOpt: blocks of 128 x 128, and an axis of one behind each axis of their scales."""
+    made = fp8_block(128, 128, "weight_scale")(weight)
+    scales = made.tensors["weight_scale"][:, None, :, None].contiguous()
+    return Stored(made.tensors | {"weight_scale": scales}, made.weight)
+
+
+def fp8_blocks(weight: Tensor) -> Stored:
+    """The same blocks as other writers store them."""
+    return fp8_block(128, 128)(weight)
+
+
+#: The one scale of a table of n-grams, as large as a published one.
+TABLE_SCALE = torch.tensor([0.0002], dtype=torch.bfloat16)
+
+
+def ngram_shard(weight: Tensor) -> Stored:
+    """A shard of a table, whose scale is stored beside the shards."""
+    values, made = e4m3_parts(weight, [[float(TABLE_SCALE)]], (len(weight), weight.shape[1]))
+    return Stored({"weight": values}, made)
+
+
 def int4(group: int | None = 32) -> Quantiser:
     """Integers from -8 to 7 plus 8, the first of eight in the lowest bits of a word; None: one scale a row."""
 

@@ -20,11 +20,11 @@ from tiny_family import CONFIG, TinyFamily, checkpoint_tensors, expected_weights
 from torch import Tensor
 
 from trtllm_replayssm.builders.hf.config import HfConfig
-from trtllm_replayssm.builders.hf.description import COMPRESSED, MIXED, MIXED_FORMATS, MODELOPT
+from trtllm_replayssm.builders.hf.descriptions.compressed_tensors import COMPRESSED, MIXED_FORMATS
+from trtllm_replayssm.builders.hf.descriptions.modelopt import MIXED, MODELOPT
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.hf.metadata import model_dtype
-from trtllm_replayssm.builders.hf.module_names import ModulePatterns, ModuleTable, canonical
-from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
+from trtllm_replayssm.errors import UnsupportedModelError, UserError
 
 NVFP4 = q.nvfp4(matrix())
 FP8 = q.fp8(matrix())
@@ -39,87 +39,6 @@ def with_file(path: Path, **quantization: Any) -> Path:
 def opened(path: Path) -> tuple[HfFolder, list[str]]:
     notes: list[str] = []
     return HfFolder(path, notes.append), notes
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "module", "matches"),
-    [
-        # Wrappers on either side.
-        ("model.layers.0.mlp.gate", "model.language_model.layers.0.mlp.gate", True),
-        ("language_model.model.layers.0.mlp.gate", "model.language_model.layers.0.mlp.gate", True),
-        ("model.language_model.layers.0.mlp.gate", "model.layers.0.mlp.gate", True),
-        ("model.layers.0.mixer", "backbone.layers.0.mixer.in_proj", True),
-        ("model.lm_head", "lm_head", True),
-        # Whole components only, and the layer that is meant.
-        ("model.layers.1", "model.layers.1.mlp.up_proj", True),
-        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
-        ("layers.0.self_attn.q_proj", "mtp.layers.0.self_attn.q_proj", False),
-        ("mtp", "mtp.layers.0.self_attn.q_proj", True),
-        ("model.visual", "model.visual.blocks.0.attn.qkv", True),
-        # Ends of names, as Ling abbreviates them.
-        ("b_proj", "model.layers.3.attention.b_proj", True),
-        ("b_proj", "model.layers.3.attention.kv_b_proj", False),
-        ("5.attention.g_proj", "model.layers.5.attention.g_proj", True),
-        ("5.attention.g_proj", "model.layers.15.attention.g_proj", False),
-        ("mlp.gate", "model.layers.3.mlp.gate", True),
-        ("mlp.gate", "model.layers.3.mlp.gate_proj", False),
-        # Projections that servers fuse.
-        ("model.layers.0.linear_attn.in_proj_ba", "model.layers.0.linear_attn.in_proj_a", True),
-        ("model.layers.0.linear_attn.in_proj_ba", "model.layers.0.linear_attn.in_proj_qkv", False),
-        ("qkv_proj", "model.layers.0.self_attn.k_proj", True),
-        ("qkv_proj", "model.layers.0.self_attn.o_proj", False),
-        ("model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.up_proj", True),
-        # Globs.
-        ("*.conv1d", "backbone.layers.0.mixer.conv1d", True),
-        ("backbone.layers.4*", "backbone.layers.4.mixer.in_proj", True),
-        ("model.layers.4.*", "backbone.layers.4.mixer.in_proj", True),
-        ("model.layers.4.*", "backbone.layers.14.mixer.in_proj", False),
-        ("mtp*", "mtp.layers.0.eh_proj", True),
-        ("*lm_head*", "language_model.lm_head", True),
-        ("lm_head*", "model.layers.0.mlp.up_proj", False),
-        # Expressions start at the beginning of a spelling of the name.
-        ("re:.*self_attn.*_proj$", "model.language_model.layers.0.self_attn.q_proj", True),
-        ("re:model\\.layers\\.\\d\\.mlp", "model.language_model.layers.0.mlp.up_proj", True),
-        ("re:layers\\.0", "backbone.layers.0.mixer", True),
-        ("re:up_proj", "model.layers.0.mlp.up_proj", False),
-        ("re:.*experts.*", "model.layers.0.mlp.shared.up_proj", False),
-    ],
-)
-def test_patterns(pattern: str, module: str, matches: bool) -> None:
-    assert ModulePatterns([pattern], "here").match(module) is matches
-    assert ModulePatterns(["other", pattern, "re:none", "no*"], "here").match(module) is matches
-
-
-def test_canonical_names() -> None:
-    assert canonical("model.language_model.layers.0.x") == "layers.0.x"
-    assert canonical("mtp.layers.0.x") == "mtp.layers.0.x"
-    assert canonical("lm_head") == canonical("language_model.lm_head") == "lm_head"
-    assert canonical("model") == "model"
-
-
-def test_tables_know_modules_and_the_blocks_around_them() -> None:
-    table = ModuleTable({"model.layers.0.mlp": 1, "model.layers.0.mlp.up_proj": 2, "model.layers.*.out": 3}, "here")
-    assert table.find("backbone.layers.0.mlp.up_proj") == (2,)
-    assert table.find("model.layers.0.mlp.experts.3.down_proj") == (1,)
-    assert table.find("model.layers.7.out") == (3,)
-    assert table.find("model.layers.1.mlp.up_proj") == ()
-    assert table.named("model.layers.0.mlp.up_proj")
-    assert not table.named("model.layers.0.mlp.down_proj")
-    fused = ModuleTable({"model.layers.0.qkv_proj": 4}, "here")
-    assert fused.find("model.layers.0.k_proj") == (4,)
-
-
-def test_a_table_that_contradicts_itself() -> None:
-    with pytest.raises(CheckpointError, match=r"describes model\.layers\.0\.up twice"):
-        ModuleTable({"layers.0.up": 1, "model.layers.0.up": 2}, "here")
-
-
-def test_an_expression_that_is_none() -> None:
-    with pytest.raises(CheckpointError, match="re:\\( is no regular expression"):
-        ModulePatterns(["re:("], "here")
 
 
 # ---- where the description lives -------------------------------------------------------------------------------------
@@ -204,12 +123,56 @@ def test_packed_tensors_of_a_module_that_the_table_lacks(tmp_path: Path) -> None
     refused(path, MODULE, "says that it is not quantised")
 
 
-def test_a_plain_weight_that_the_table_calls_quantised(tmp_path: Path) -> None:
-    other = "model.layers.0.mixer.out_proj"
-    table = {module: {"quant_algo": "NVFP4", "group_size": 16} for module in (MODULE, other)}
-    tensors = stored_as(WEIGHT, NVFP4) | {f"{other}.weight": torch.ones(4, 16)}
-    path = folder(tmp_path, tensors, modelopt("MIXED_PRECISION", quantized_layers=table))
-    refused(path, f"{other} is NVFP4", f"{other}.weight is F32 without scales")
+OUT = "model.layers.0.mixer.out_proj"
+UP = "model.layers.0.mlp.experts.3.up_proj"
+JOINED = "model.layers.0.mlp.experts.gate_up_proj"
+SHARD = "model.layers.0.ple.ple_embedding.ngram_embedding.shard_1"
+#: Entry of a table, and the plain weight that it calls quantised.
+PROMISED: dict[str, tuple[str, str]] = {
+    "module": (OUT, f"{OUT}.weight"),
+    "block": ("model.layers.0.mlp.experts", f"{UP}.weight"),
+    "glob": ("model.layers.*.mlp.experts.*", f"{UP}.weight"),
+    "joined experts": (JOINED, JOINED),
+    "block of joined experts": ("model.layers.0.mlp.experts", JOINED),
+    "fused name": ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.k_proj.weight"),
+    "router by its name": ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate.weight"),
+    "table of n-grams": (SHARD.rpartition(".")[0], f"{SHARD}.weight"),
+}
+
+
+def table_of(*modules: str, **more: Any) -> dict[str, Any]:
+    entry = {"quant_algo": "NVFP4", "group_size": 16}
+    return modelopt("MIXED_PRECISION", quantized_layers=dict.fromkeys((MODULE, *modules), entry), **more)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_plain_weight_that_the_table_calls_quantised(name: str, tmp_path: Path) -> None:
+    """No model can use it; one that leaves it out is none the worse."""
+    entry, weight = PROMISED[name]
+    tensors = stored_as(WEIGHT, NVFP4) | {weight: torch.ones(*([2] if weight == JOINED else []), 4, 16)}
+    reader, _ = opened(folder(tmp_path, tensors, table_of(entry)))
+    assert list(reader.refused) == [weight]
+    said = str(reader.refused[weight])
+    assert f"{weight.removesuffix('.weight')} is NVFP4" in said and f"{weight} is F32 without scales" in said
+
+
+@pytest.mark.parametrize(
+    ("weight", "more"),
+    [
+        *((f"model.layers.0.{name}.weight", {}) for name in ("mlp.gate", "mlp.shared_expert_gate", "mixer.conv1d")),
+        *((f"model.layers.0.{name}.weight", {}) for name in ("input_layernorm", "linear_attn.in_proj_b")),
+        ("model.layers.0.self_attn.A_log", {}),
+        ("model.layers.0.self_attn.q_proj.weight", {"ignore": ["*.self_attn.*"]}),
+        ("model.layers.1.mlp.up_proj.weight", {}),
+    ],
+)
+def test_a_plain_weight_below_a_block_that_never_is_quantised(
+    weight: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = (1, 1, 4, 1) if "A_log" in weight else (4, 16)
+    tensors = stored_as(WEIGHT, NVFP4) | {weight: torch.ones(shape)}
+    reader, _ = opened(folder(tmp_path, tensors, table_of("model.layers.0", **more)))
+    assert reader.refused == {}
 
 
 def test_a_plain_weight_under_a_general_format_is_read_as_it_is(tmp_path: Path) -> None:
@@ -237,6 +200,8 @@ def layout(name: str) -> tuple[str, frozenset[str]]:
     """What tells stored formats apart; scales that may be absent do not."""
     label, _, quantise = FORMATS[name]
     free = {"input_scale", "input_global_scale", "pre_quant_scale"}
+    # ModelOpt's blocks have both names for their scales.
+    free |= {"weight_scale", "weight_scale_inv"} if label.endswith("128x128") else set()
     return label.removesuffix(" with AWQ"), frozenset(quantise(matrix()).tensors) - free
 
 
@@ -256,15 +221,31 @@ def test_a_description_of_the_cache_alone(tmp_path: Path) -> None:
         "model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.1),
         "model.layers.0.self_attn.v_scale": torch.ones(1),
     }
-    tensors = {WEIGHT: matrix()} | scales
+    tensors = {WEIGHT: matrix(), "model.layers.0.self_attn.k_proj.weight": matrix()} | scales
     path = with_file(folder(tmp_path / "a", tensors, None), quant_algo=None, kv_cache_quant_algo="FP8")
     reader, notes = opened(path)
-    assert set(reader.entries) == {WEIGHT}
+    assert set(reader.entries) == set(tensors) - set(scales)
     assert len(notes) == 1
     assert "left out 2 scales" in notes[0]
     reader, notes = opened(folder(tmp_path / "b", tensors, None))
     assert set(reader.entries) == set(tensors)
     assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("model.layers.0.self_attn.k_scale", torch.zeros(7, 5)),
+        ("model.layers.0.self_attn.v_scale", torch.tensor(1, dtype=torch.int8)),
+        ("model.layers.0.mlp.x.k_scale", torch.tensor(1.0)),
+    ],
+    ids=["shape", "dtype", "module"],
+)
+def test_what_is_no_scale_of_a_cache_is_left_for_the_accounting(name: str, scale: Tensor, tmp_path: Path) -> None:
+    tensors = stored_as(WEIGHT, NVFP4) | {"model.layers.0.self_attn.k_proj.weight": matrix(), name: scale}
+    reader, notes = opened(folder(tmp_path, tensors, modelopt("NVFP4")))
+    assert name in reader.entries
+    assert not any("KV cache" in note for note in notes)
 
 
 # ---- formats that are not read ---------------------------------------------------------------------------------------
@@ -273,9 +254,8 @@ NOT_READ = [
     *(
         modelopt(algorithm)
         for algorithm in "W4A16_AWQ W4A8_AWQ W4A8_NVFP4_FP8 W4A8_MXFP4_FP8 MXFP8 W8A16 W8A8_SQ_PER_CHANNEL"
-        " fp8_pb_wo mxfp4 NEW".split()
+        " mxfp4 NEW".split()
     ),
-    modelopt("MIXED_PRECISION", quantized_layers={MODULE: {"quant_algo": "W4A8_AWQ"}}),
     *({"quant_method": method} for method in ("awq", "gptq", "bitsandbytes", "mxfp4", "quark", "torchao")),
     compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     compressed("marlin-24", num_bits=4, type="int", strategy="group", group_size=128),
@@ -285,12 +265,26 @@ NOT_READ = [
 
 @pytest.mark.parametrize("description", NOT_READ, ids=lambda d: d.get("quant_algo") or d.get("quant_method") or "mlx")
 def test_formats_are_refused_by_name(description: dict[str, Any], tmp_path: Path) -> None:
-    text = json.dumps(description)
-    names = ("W4A8_AWQ",) if "W4A8_AWQ" in text else (description.get("quant_algo"), description.get("format"))
-    named = next(filter(None, (*names, description.get("quant_method"), "MLX of 4 bits")))
+    names = (description.get(key) for key in ("quant_algo", "format", "quant_method"))
+    named = next(filter(None, (*names, "MLX of 4 bits")))
     error = refused(folder(tmp_path, stored_as(WEIGHT, NVFP4), description), named, "is not read")
     assert isinstance(error, UnsupportedModelError)
     assert "BF16" in error.hint
+
+
+def test_a_format_of_a_table_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    """Its keys may be unknown, too. Other modules are read."""
+    new = {"quant_algo": "W4A8_AWQ", "rotation": "hadamard"}
+    description = modelopt("MIXED_PRECISION", quantized_layers={OUT: new, MODULE: {"quant_algo": "NVFP4"}})
+    tensors = stored_as(WEIGHT, NVFP4) | stored_as(f"{OUT}.weight", FP8)
+    reader, notes = opened(folder(tmp_path, tensors, description))
+    assert set(reader.entries) == {WEIGHT, f"{OUT}.weight"}
+    error = reader.refused[f"{OUT}.weight"]
+    assert isinstance(error, UnsupportedModelError) and list(reader.refused) == [f"{OUT}.weight"]
+    assert f"{OUT}: quant_algo W4A8_AWQ is not read" in str(error) and "BF16" in error.hint
+    assert "1 W4A8_AWQ, which is not read" in notes[0]
+    with pytest.raises(UnsupportedModelError, match="W4A8_AWQ"):
+        reader.tensor(f"{OUT}.weight")
 
 
 def test_mlx_is_refused_by_name(tmp_path: Path) -> None:
@@ -304,8 +298,15 @@ def test_the_documentation_names_every_format() -> None:
     read, unread = text.split("## Formats that are refused")
     for name in (*MODELOPT, MIXED, *COMPRESSED, MIXED_FORMATS):
         assert f"`{name}`" in read, name
-    for description in NOT_READ[:10]:
+    for description in NOT_READ[:9]:
         assert description["quant_algo"] == "NEW" or f"`{description['quant_algo']}`" in unread
+
+
+def of_class(kind: str, weights: dict[str, Any], *targets: str) -> dict[str, Any]:
+    """A compressed-tensors description of one group."""
+    description = compressed(kind, **weights)
+    description["config_groups"]["group_0"]["targets"] = list(targets)
+    return description
 
 
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
@@ -323,6 +324,24 @@ WRONG: dict[str, tuple[Any, str]] = {
     "table group": (
         modelopt("MIXED_PRECISION", quantized_layers={MODULE: {"quant_algo": "NVFP4", "group_size": 32}}),
         "group_size is 32",
+    ),
+    "groups of another type": (
+        modelopt("NVFP4", config_groups={"group_0": {"weights": {"num_bits": 4, "type": "int"}}}),
+        "group_0 has weights of 4 bits of type int",
+    ),
+    "groups of another width": (
+        modelopt("NVFP4", config_groups={"group_0": {"weights": {"num_bits": 8, "type": "float"}}}),
+        "group_0 has weights of 8 bits of type float",
+    ),
+    "groups that are none": (modelopt("NVFP4", config_groups=[MODULE]), "config_groups is not an object"),
+    "key of a model": (modelopt("NVFP4", chunk_size=64), "chunk_size = 64"),
+    "key of a model in the table": (
+        modelopt("MIXED_PRECISION", quantized_layers={MODULE: {"quant_algo": "NVFP4", "temperature": 0.5}}),
+        "temperature = 0.5",
+    ),
+    "modules to convert": (
+        {"quant_method": "fp8", "modules_to_convert": ["lm_head"]},
+        "modules_to_convert names lm_head",
     ),
     "zero point": (modelopt("NVFP4", has_zero_point=True), "has_zero_point is true"),
     "group": (modelopt("NVFP4", group_size=32), "group_size is 32"),
@@ -354,6 +373,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "group of 32": (compressed("nvfp4-pack-quantized", **NVFP4_WEIGHTS | {"group_size": 32}), "group_size"),
     "strategy": (compressed("float-quantized", num_bits=8, type="float", strategy="token"), "strategy"),
     "structure": (compressed("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure"),
+    "no width": (compressed("pack-quantized", **INT_WEIGHTS | {"num_bits": None}), "num_bits is missing"),
+    "no type": (compressed("nvfp4-pack-quantized", **NVFP4_WEIGHTS | {"type": None}), "type is missing"),
+    "key of a model in a group": (compressed("nvfp4-pack-quantized", **NVFP4_WEIGHTS, top_k=2), "top_k = 2"),
+    "class": (of_class("nvfp4-pack-quantized", NVFP4_WEIGHTS, "Linear", "Attention"), "modules of class Attention"),
     "no targets": (
         {
             "quant_method": "compressed-tensors",
@@ -372,12 +395,75 @@ def test_descriptions_that_are_not_understood(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["not JSON", "[]", "{}", '{"quantization": 3}', '{"quantization": {"quant_algo": []}}']
+    "text",
+    [
+        *("not JSON", "[]", "{}", '{"quantization": 3}', '{"quantization": {"quant_algo": []}}'),
+        '{"quantization": {"quant_algo": "NVFP4"}, "rotation": "hadamard"}',
+    ],
 )
 def test_a_damaged_file_of_modelopt(text: str, tmp_path: Path) -> None:
     path = folder(tmp_path, stored_as(WEIGHT, NVFP4), None)
     (path / "hf_quant_config.json").write_text(text)
     refused(path, "hf_quant_config.json")
+
+
+@pytest.mark.parametrize(
+    ("targets", "module", "quantised"),
+    [
+        (["Linear"], "model.layers.0.mlp.up_proj", True),
+        (["Linear"], "model.language_model.embed_tokens", False),
+        (["Embedding"], "model.language_model.embed_tokens", True),
+        (["Embedding"], "backbone.embeddings", True),
+        (["Embedding"], "model.layers.0.mlp.up_proj", False),
+        (["Embedding"], "mtp.fc_embedding", False),
+        (["Embedding", "re:.*up_proj"], "model.layers.0.mlp.up_proj", True),
+        (["Linear", "Embedding"], "lm_head.embed_tokens", True),
+    ],
+)
+def test_classes_that_groups_are_for(targets: list[str], module: str, quantised: bool, tmp_path: Path) -> None:
+    tensors = stored_as(f"{module}.weight", q.compressed_nvfp4(matrix()))
+    path = folder(tmp_path, tensors, of_class("nvfp4-pack-quantized", NVFP4_WEIGHTS, *targets) | {"ignore": []})
+    if quantised:
+        assert f"{module}.weight" in opened(path)[0].quantised
+    else:
+        refused(path, module, "says that it is not quantised")
+
+
+def test_a_group_of_names_goes_before_one_of_classes(tmp_path: Path) -> None:
+    description = of_class("mixed-precision", NVFP4_WEIGHTS, "Linear")
+    description["config_groups"]["group_0"]["format"] = "nvfp4-pack-quantized"
+    float8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    description["config_groups"]["group_1"] = {
+        "targets": ["re:.*in_proj"],
+        "format": "float-quantized",
+        "weights": float8,
+    }
+    tensors = stored_as(WEIGHT, q.fp8_channel(matrix())) | stored_as(f"{OUT}.weight", q.compressed_nvfp4(matrix()))
+    reader, _ = opened(folder(tmp_path, tensors, description))
+    assert reader.quantised[WEIGHT].format.label == "FP8 per channel"
+    assert reader.quantised[f"{OUT}.weight"].format.label == "NVFP4"
+
+
+def test_a_table_in_one_of_two_files(tmp_path: Path) -> None:
+    """The other may say MIXED_PRECISION and no more; both may not."""
+    tensors, table = stored_as(WEIGHT, NVFP4), {MODULE: {"quant_algo": "NVFP4"}}
+    bare: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": {"x": 1}}
+    path = with_file(
+        folder(tmp_path / "a", tensors, {"quant_method": "modelopt", **bare}), **bare, quantized_layers=table
+    )
+    assert torch.equal(opened(path)[0].tensor(WEIGHT), NVFP4.weight)
+    path = with_file(
+        folder(tmp_path / "b", tensors, {"quant_method": "modelopt", **bare, "quantized_layers": table}), **bare
+    )
+    assert torch.equal(opened(path)[0].tensor(WEIGHT), NVFP4.weight)
+    path = with_file(folder(tmp_path / "c", tensors, {"quant_method": "modelopt", **bare}), **bare)
+    refused(path, "quantized_layers is missing")
+
+
+def test_both_keys_for_exclusions_of_fp8(tmp_path: Path) -> None:
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        path = folder(tmp_path / key, stored_as(WEIGHT, FP8), {"quant_method": "fp8", key: ["in_proj"]})
+        refused(path, MODULE, "says that it is not quantised")
 
 
 VALUES = (None, True, -1, 0, 3, 0.5, "x", [], [None], [1], {}, {"a": 1}, ["re:("], {"a": {"weights": {}}})

@@ -19,7 +19,7 @@ from test_parity import absorb
 from torch import Tensor
 
 from trtllm_replayssm.builders.convert import convert
-from trtllm_replayssm.errors import CheckpointError, UserError
+from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 from trtllm_replayssm.runtime.engine import BuildOptions, Engine, build_engine
 from trtllm_replayssm.runtime.session import Session
 
@@ -27,12 +27,15 @@ from trtllm_replayssm.runtime.session import Session
 Rules = list[tuple[str, Quantiser | None]]
 #: Weights that no recipe quantises.
 NEVER = r"norm|conv1d|visual|[^y]\.gate\.weight|embed|router"
+#: Rules that hold for embeddings all the same.
+EMBEDDINGS = ("embeddings", "ngram_embedding")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """model: one of hf_models. rules: by expressions. describe: from the quantised modules, with the name of each one's
-    quantiser, to the folder's files of JSON; ``config.json`` is merged into the model's. counts: what the note says.
+    quantiser, to the folder's files of JSON; ``config.json`` is merged into the model's. counts: what the note says. extra:
+    scales of a quantised KV cache. shared: scales that several weights have.
     """
 
     model: str
@@ -41,10 +44,21 @@ class Recipe:
     counts: str
     write: Callable[..., Path] = write_hub
     extra: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 #: ``quant_algo`` of what a quantiser writes.
-ALGORITHMS = {"nvfp4": "NVFP4", "nvfp4_weight_only": "W4A16_NVFP4", "fp8": "FP8", "fp8_weight_only": "FP8"}
+ALGORITHMS = {
+    "nvfp4": "NVFP4",
+    "nvfp4_weight_only": "W4A16_NVFP4",
+    "nvfp4_awq": "NVFP4_AWQ",
+    "nvfp4_svd": "NVFP4_SVD",
+    "fp8": "FP8",
+    "fp8_weight_only": "FP8",
+    "fp8_pb_wo": "FP8_PB_WO",
+    "fp8_blocks": "FP8_PB_WO",
+    "ngram_shard": "FP8",
+}
 
 
 def mixed(modules: dict[str, str]) -> dict[str, Any]:
@@ -73,6 +87,40 @@ def nemotron_super(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def flash_next_nvidia(modules: dict[str, str]) -> dict[str, Any]:
+    """NVIDIA's: blocks of experts and the table, in both files, with groups that restate it."""
+    names = {re.sub(r"(\.experts|\.ngram_embedding)\..*", r"\1", module): made for module, made in modules.items()}
+    groups = {
+        "group_0": {"targets": ["mtp.layers.0.mlp.experts"], "weights": {"num_bits": 8, "type": "float"}},
+        "group_1": {"targets": ["x"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+    }
+    producer = {"name": "modelopt", "version": "0.46.0"}
+    inside = mixed(names) | {"quant_method": "modelopt", "config_groups": groups, "ignore": ["lm_head"]}
+    outside = mixed(names) | {"exclude_modules": ["lm_head"], "kv_cache_quant_algo": None}
+    return {
+        "hf_quant_config.json": {"producer": producer, "quantization": outside},
+        "config.json": {"quantization_config": inside | {"producer": producer}},
+    }
+
+
+def kimi_k3_nvidia(modules: dict[str, str]) -> dict[str, Any]:
+    """ModelOpt's: every name under which some server looks it up, banks of experts, projections that servers fuse."""
+    entries = {re.sub(r"\.experts\..*", ".experts", module): made for module, made in modules.items()}
+    fused = {
+        f"{module.rpartition('.')[0]}.in_proj_qkvgfab": made for module, made in modules.items() if "b_proj" in module
+    }
+    for name, made in list((entries | fused).items()):
+        entries |= dict.fromkeys((name, name.removeprefix("language_model."), name.partition("model.model.")[2]), made)
+    mlp = {name.replace("block_sparse_moe", "mlp"): made for name, made in entries.items()}
+    excluded = ["*block_sparse_moe.gate*", "*block_sparse_moe.shared_experts*", "*self_attn.o_norm*", "*layernorm*"]
+    described = mixed(mlp | entries) | {"group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": excluded}
+    inside = mixed(mlp | entries) | {"quant_method": "modelopt_mixed", "ignore": excluded}
+    return {
+        "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": described},
+        "config.json": {"quantization_config": inside},
+    }
+
+
 def modelopt_file(**quantization: Any) -> dict[str, Any]:
     return {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": quantization}}
 
@@ -96,6 +144,10 @@ MX4 = {"num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "s
 INT4 = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True, "dynamic": False}
 BLOCKS = q.fp8_block(24, 40)
 NATIVE = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
+#: The tables of the tiny model, with the scale of each.
+TABLES = {
+    f"model.language_model.layers.{i}.ple.ple_embedding.ngram_embedding.weight_scale": q.TABLE_SCALE for i in (0, 2)
+}
 KV_SCALES = {f"backbone.layers.5.mixer.{x}_proj.{x}_scale": torch.tensor(0.1) for x in "kv"}
 
 RECIPES = {
@@ -250,18 +302,60 @@ RECIPES = {
         ),
         "119 FP8 in blocks of 24x40",
     ),
-    # Tables of n-grams, their projections, streams and indexers stay as they are.
+    # Qwen's: routed experts in blocks, those of the MTP layer too, and the table in E4M3 with one scale for all shards.
     "qwen3.8-flash-next fp8": Recipe(
         "qwen4_exp_vl",
-        [(r"hyper_connection|\.ple\.|indexer|in_proj_[ab]|lm_head|mtp|shared_expert_gate", None), ("", BLOCKS)],
+        [("ngram_embedding", q.ngram_shard), (r"\.experts\.", BLOCKS), ("", None)],
         lambda modules: in_config(
             **NATIVE,
+            modules_to_convert=[name.removesuffix(".weight_scale") for name in TABLES],
             modules_to_not_convert=[
-                *("visual", "lm_head", "in_proj_a", "in_proj_b", "mtp", "ple", "indexer"),
-                *("attn_hyper_connection", "mlp_hyper_connection", "hyper_connection_mixer"),
+                "lm_head",
+                "visual",
+                "linear_attn",
+                "self_attn",
+                "shared_expert",
+                "hyper_connection",
             ],
         ),
-        "33 FP8 in blocks of 24x40",
+        "32 FP8 in blocks of 24x40, 6 FP8 per tensor",
+        shared=TABLES,
+    ),
+    # NVIDIA's: experts in NVFP4, those of the MTP layer in blocks as Qwen stores them.
+    "qwen3.8-flash-next nvfp4": Recipe(
+        "qwen4_exp_vl",
+        [
+            ("ngram_embedding", q.ngram_shard),
+            (r"mtp.*\.experts\.", q.fp8_blocks),
+            (r"\.experts\.", q.nvfp4),
+            ("", None),
+        ],
+        flash_next_nvidia,
+        "24 FP8 in blocks of 128x128, 8 NVFP4, 6 FP8 per tensor",
+        shared=TABLES,
+    ),
+    # RadixArk's: one format for all, and exclusions that name the table although it is in FP8.
+    "qwen3.8-flash-next nvfp4, table excluded": Recipe(
+        "qwen4_exp_vl",
+        [("ngram_embedding", q.ngram_shard), ("mtp", None), (r"\.experts\.", q.nvfp4), ("", None)],
+        lambda modules: modelopt_file(
+            quant_algo="NVFP4",
+            group_size=16,
+            exclude_modules=[
+                *("model.embed_tokens", "mtp.*", "model.mtp.*", "*.self_attn.*", "*.linear_attn.*", "*.mlp.gate*"),
+                *("*.mlp.shared_expert.*", "*.mlp.shared_expert_gate*", "*hyper_connection*", "*.ple.*"),
+                *("model.visual.*", "model.language_model.embed_tokens", "lm_head"),
+            ],
+        ),
+        "8 NVFP4, 6 FP8 per tensor",
+        shared=TABLES,
+    ),
+    # NVIDIA's: experts in NVFP4 and all projections of attention in blocks.
+    "kimi-k3 nvfp4": Recipe(
+        "kimi_k3",
+        [(r"\.experts\.", q.nvfp4), (r"self_attn\.\w+_proj", q.fp8_pb_wo), ("", None)],
+        kimi_k3_nvidia,
+        "96 NVFP4, 36 FP8 in blocks of 128x128",
     ),
     # Exclusions by the ends of names: b_proj is not kv_b_proj.
     "ling fp8": Recipe(
@@ -287,7 +381,7 @@ every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def choice(rules: Rules, name: str) -> Quantiser | None:
-    if re.search(NEVER, name) and not any(rule == "embeddings" and rule in name for rule, _ in rules):
+    if re.search(NEVER, name) and not any(rule in EMBEDDINGS and rule in name for rule, _ in rules):
         return None
     return next(quantiser for expression, quantiser in rules if re.search(expression, name))
 
@@ -309,7 +403,7 @@ def folders(
         name.removesuffix(".weight"): getattr(choice(recipe.rules, name), "__name__", "") for name in sorted(names)
     }
     files = recipe.describe(modules)
-    stored |= recipe.extra
+    stored |= recipe.extra | recipe.shared
     edit(stored)
     packed = write_folder(root / "packed", merge(config, files.pop("config.json", {})), stored, 3)
     for file, content in files.items():
@@ -429,3 +523,66 @@ def test_a_value_that_float16_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{re.escape(module)}.*float16"):
         run(packed, dtype="float16")
     run(packed, dtype="bfloat16")
+
+
+def relabelled(packed: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the table of a folder, in each of the files that have it."""
+    for name, inside in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+        path = packed / name
+        data = json.loads(path.read_text()) if path.exists() else {}
+        if inside in data:
+            change(data[inside]["quantized_layers"])
+            path.write_text(json.dumps(data))
+
+
+def test_a_format_that_is_not_read_matters_where_the_model_uses_it(tmp_path: Path) -> None:
+    """The MTP layer of this family is left out, the experts of its layers are not."""
+    packed, plain = folders(RECIPES["qwen3.8-flash-next nvfp4"], tmp_path)
+    relabelled(packed, lambda table: table["mtp.layers.0.mlp.experts"].update(quant_algo="W4A8_NEW"))
+    assert run(packed)[0] == run(plain)[0]
+    module = "model.language_model.layers.1.mlp.experts"
+    relabelled(packed, lambda table: table[module].update(quant_algo="W4A8_NEW"))
+    with pytest.raises(UnsupportedModelError, match=rf"{re.escape(module)}: quant_algo W4A8_NEW is not read"):
+        run(packed)
+
+
+def test_a_plain_weight_that_a_table_calls_quantised_matters_where_the_model_uses_it(tmp_path: Path) -> None:
+    """A bank of experts in bfloat16 under an entry of NVFP4; the plain MTP layer that a table calls quantised is left out."""
+    packed, plain = folders(RECIPES["qwen3.8-flash-next nvfp4"], tmp_path)
+    config, tensors = read_folder(packed)
+    whole = read_folder(plain)[1]
+
+    def with_plain(part: str) -> Path:
+        names = [name for name in whole if part in name]
+        left = {n: t for n, t in tensors.items() if part not in n}
+        return write_folder(tmp_path / part, config, left | {n: whole[n].to(torch.bfloat16) for n in names}, 1)
+
+    expected = run(plain)[0]
+    assert run(with_plain("mtp.layers.0.mlp.experts"))[0] == expected
+    experts = "language_model.layers.1.mlp.experts"
+    with pytest.raises(CheckpointError, match=rf"says that model\.{re.escape(experts)}\.\w+ is NVFP4, but .* is BF16"):
+        run(with_plain(experts))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float8_e4m3fn"])
+def test_the_dtype_in_which_engines_keep_a_table(dtype: str | None, tmp_path: Path) -> None:
+    """It changes nothing: what is stored is told by the tensors."""
+    packed, plain = folders(RECIPES["qwen3.8-flash-next fp8"], tmp_path)
+    config = json.loads((packed / "config.json").read_text())
+    config["text_config"]["ple_embedding_dtype"] = dtype
+    (packed / "config.json").write_text(json.dumps(config))
+    assert run(packed)[0] == run(plain)[0]
+
+
+def test_a_dtype_of_tables_that_is_not_read(tmp_path: Path) -> None:
+    config, tensors = read_folder(write_hub(build("qwen4_exp_vl"), tmp_path / "full"))
+    config["text_config"]["ple_embedding_dtype"] = "nvfp4"
+    with pytest.raises(UnsupportedModelError, match=r'ple_embedding_dtype is "nvfp4"'):
+        run(write_folder(tmp_path / "nvfp4", config, tensors, 1))
+
+
+def test_scales_of_no_cache_are_not_left_out(tmp_path: Path) -> None:
+    wrong = {"backbone.layers.5.mixer.k_proj.k_scale": torch.zeros(7, 5)}
+    packed, _ = folders(RECIPES["nemotron super"], tmp_path, lambda tensors: tensors.update(wrong))
+    with pytest.raises(CheckpointError, match=r"1 tensors that this model does not use: .*k_scale"):
+        run(packed)

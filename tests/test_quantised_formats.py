@@ -51,6 +51,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Quantiser]] = {
         modelopt("FP8_PER_CHANNEL_PER_TOKEN"),
         lambda weight: q.fp8_channel(weight, column=False),
     ),
+    "modelopt fp8 blocks": ("FP8 in blocks of 128x128", modelopt("FP8_PB_WO", group_size=128), q.fp8_pb_wo),
     "fp8": (
         "FP8 per tensor",
         {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": None},
@@ -327,6 +328,33 @@ def test_the_name_of_the_scale_belongs_to_the_format(tmp_path: Path) -> None:
     tensor = stored_as(WEIGHT, q.fp8(matrix()))
     tensor[f"{MODULE}.weight_scale_inv"] = tensor.pop(f"{MODULE}.weight_scale")
     refused(folder(tmp_path / "tensor", tensor, modelopt("FP8")), MODULE, "lacks weight_scale")
+
+
+BLOCKS = {
+    "as ModelOpt": ("FP8_PB_WO", "weight_scale", (3, 1, 2, 1)),
+    "by the internal name": ("fp8_pb_wo", "weight_scale", (3, 1, 2, 1)),
+    "without axes of one": ("FP8_PB_WO", "weight_scale", (3, 2)),
+    "as the source of the tensors": ("FP8_PB_WO", "weight_scale_inv", (3, 2)),
+    "as TensorRT-LLM": ("FP8_BLOCK_SCALES", "weight_scale_inv", (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_modelopts_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of rows and two of columns, the last ones smaller, in all spellings."""
+    monkeypatch.setattr(base, "CHUNK_ELEMENTS", 1)
+    algorithm, scale, shape = BLOCKS[name]
+    made = q.fp8_block(128, 128, scale)(torch.randn(300, 200, generator=torch.Generator().manual_seed(1)))
+    tensors = stored_as(WEIGHT, made)
+    tensors[f"{MODULE}.{scale}"] = tensors[f"{MODULE}.{scale}"].view(shape)
+    with HfFolder(folder(tmp_path, tensors, modelopt(algorithm)), print) as opened:
+        assert opened.shapes == {WEIGHT: (300, 200)}
+        assert same_bits(opened.tensor(WEIGHT), made.weight)
+
+
+def test_modelopts_blocks_with_both_scales(tmp_path: Path) -> None:
+    tensors = stored_as(WEIGHT, q.fp8_pb_wo(matrix())) | {f"{MODULE}.weight_scale_inv": torch.ones(1, 1)}
+    refused(folder(tmp_path, tensors, modelopt("FP8_PB_WO")), MODULE, f"{MODULE}.weight_scale,", "does not know")
 
 
 def test_headers_are_enough(tmp_path: Path) -> None:

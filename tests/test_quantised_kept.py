@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_models import MODELS, random_ids
 from safetensors.torch import load_file, save_file
 from test_parity import absorb, case, spoiled_session
-from test_quantised_families import DAMAGE, NATIVE, RECIPES, Recipe, folders, in_config, mixed
+from test_quantised_families import DAMAGE, NATIVE, RECIPES, Recipe, folders, in_config, mixed, relabelled
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank
@@ -55,6 +55,15 @@ KEPT = RECIPES | {
     "falcon nvfp4": Recipe(
         "falcon_h1", [(r"lm_head", None), ("", q.nvfp4)], lambda m: in_config(quant_method="modelopt", **mixed(m)), ""
     ),
+    **{
+        f"falcon {quantise.__name__}": Recipe(
+            "falcon_h1",
+            [(r"lm_head", None), (r"feed_forward", quantise), ("", q.nvfp4)],
+            lambda m: in_config(quant_method="modelopt", **mixed(m)),
+            "",
+        )
+        for quantise in (q.nvfp4_awq, q.nvfp4_svd)
+    },
     "kimi fp8": Recipe(
         "kimi_linear",
         [(r"lm_head|A_log", None), ("", q.fp8)],
@@ -346,6 +355,32 @@ def test_scales_of_inputs_are_those_of_all_parts(tmp_path: Path) -> None:
     blocks, _ = folders(KEPT["qwen3.5 moe fp8 in small blocks"], tmp_path / "blocks")
     config, _ = kept(blocks, tmp_path / "kept")
     assert {packing.input_scale for packing in config.packings.values()} == {None}
+
+
+def test_scales_of_inputs_of_compressed_tensors_are_divisors(tmp_path: Path) -> None:
+    packed, _ = folders(KEPT["qwen3.5 compressed"], tmp_path)
+    config, _ = kept(packed, tmp_path / "kept")
+    scales = {p.input_scale for p in config.packings.values() if p.quant_algo == "NVFP4"}
+    assert scales == {float(1 / torch.tensor(2.7))}
+
+
+def test_formats_of_weights_alone_have_no_scales_of_inputs(tmp_path: Path) -> None:
+    """Even where one was left in the file: inputs would be rounded that the format does not round."""
+    packed, _ = folders(KEPT["falcon nvfp4"], tmp_path)
+    relabelled(packed, lambda table: [entry.update(quant_algo="W4A16_NVFP4") for entry in table.values()])
+    config, _ = kept(packed, tmp_path / "kept")
+    assert {(packing.quant_algo, packing.input_scale) for packing in config.packings.values()} == {("NVFP4", None)}
+
+
+@pytest.mark.parametrize("name", ["falcon nvfp4_awq", "falcon nvfp4_svd"])
+def test_formats_that_change_inputs_are_dequantised(name: str, tmp_path: Path) -> None:
+    """pre_quant_scale belongs to the columns, the matrix of low rank to no group."""
+    packed, _ = folders(KEPT[name], tmp_path)
+    config, warnings = kept(packed, tmp_path / "kept")
+    parameters = config.decoder.parameters()
+    changed = {weight for weight in parameters if re.search(r"\.(up|down)\.weight$", weight)}
+    assert changed and config.packings and not changed & config.packings.keys()
+    assert f"dequantised all the same: {len(changed)} weight(s), whose format is not kept" in warnings
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

@@ -42,6 +42,8 @@ class Qwen4(Qwen35):
         config.expect("use_sliding_window", False)
         config.expect("indexer_kv_heads", 1)
         config.ignore("sliding_window", "max_position_embeddings", "mamba_ssm_dtype", "number_of_conv_states")
+        # In which dtype engines keep the tables; how they are stored, the tensors tell.
+        config.expect("ple_embedding_dtype", "bfloat16", "float8_e4m3fn")
         mixer = "hyper_connection_mixer."
         spellings = ("model.", "model.language_model.")
         self.prefix = self.pick(*(f"{p}{mixer}hc_norm.weight" for p in spellings)).partition(mixer)[0]

@@ -35,11 +35,11 @@ TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 class HfConfig:
     """Strict access to one level of a config.json.
 
-    Every accessor marks its key as read; ``finish`` raises for keys that nobody read.
+    Every accessor marks its key as read; ``finish`` raises for keys that nobody read. harmless: keys that may stay unread.
     """
 
-    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
-        self.values, self.where = values, where
+    def __init__(self, values: dict[str, Any], where: str = "config.json", harmless: frozenset[str] = HARMLESS) -> None:
+        self.values, self.where, self.harmless = values, where, harmless
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -115,11 +115,11 @@ class HfConfig:
         value = self.get(key)
         if not isinstance(value, dict):
             raise self.fail(key, "is missing or not an object")
-        return HfConfig(value, f"{self.where}: {key}")
+        return HfConfig(value, f"{self.where}: {key}", self.harmless)
 
     def finish(self) -> None:
         """Raises UnsupportedModelError when an unread key holds something other than null, false, 0 or an empty value."""
-        unread = {k: v for k, v in self.values.items() if k not in self.used and k not in HARMLESS and v}
+        unread = {k: v for k, v in self.values.items() if k not in self.used and k not in self.harmless and v}
         if unread:
             listed = ", ".join(f"{k} = {json.dumps(v)[:60]}" for k, v in sorted(unread.items()))
             raise UnsupportedModelError(

@@ -30,7 +30,8 @@ INDEX_FILE = "model.safetensors.index.json"
 class HfFolder:
     """config: config.json as a dict. entries: dtype, shape and size of every tensor, from the files' headers alone.
 
-    quantised: those of the entries that are dequantised when they are read. fate: what a note says becomes of them.
+    quantised: those of the entries that are dequantised when they are read. fate: what a note says becomes of them. refused:
+    why a model cannot use an entry, for those that it may leave out.
 
     Raises CheckpointError, in one sentence that names the file and the tensor, for every folder that is not in order.
     ``warn`` is called for files that lie in the folder and are not used, and once for weights that are quantised.
@@ -67,7 +68,7 @@ class HfFolder:
         self.owners = {name: file for file in self.files for name in file.entries}
         stored = {name: file.entries[name] for name, file in self.owners.items()}
         found = find_quantised(path, self.config, stored, fate)
-        self.quantised = found.weights
+        self.quantised, self.refused = found.weights, found.refused
         self.entries: dict[str, TensorEntry | QuantisedTensor] = {
             **{name: entry for name, entry in stored.items() if name not in found.replaced},
             **found.weights,

@@ -9,15 +9,12 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable
-from typing import Generic, TypeVar
 
 from trtllm_replayssm.errors import CheckpointError
 
-Value = TypeVar("Value")
-
 #: First components under which wrappers and hub spellings put the language model.
 WRAPPERS = frozenset({"model", "language_model", "backbone"})
-#: The prefixes that they form, for patterns that cannot be taken apart.
+#: The prefixes that they form, for expressions, which cannot be taken apart.
 PREFIXES = ("", "model.", "backbone.", "language_model.", "model.language_model.", "language_model.model.")
 #: Last components, and the name of the projection that holds them where they are fused.
 FUSED = {
@@ -26,6 +23,9 @@ FUSED = {
     **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
     **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
 }
+#: Beginnings of groups that look ahead or back. Such an expression may say what a name is not, which a prefix that the name
+#: does not have can make true.
+LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 def canonical(name: str) -> str:
@@ -54,7 +54,7 @@ class ModulePatterns:
 
     A name with a ``layers`` component stands for that module and all below it. Any other plain name, such as ``lm_head``,
     ``b_proj`` or ``5.attention.g_proj``, stands for every module in whose name its components follow one another:
-    ``b_proj`` is not ``kv_b_proj``.
+    ``b_proj`` is not ``kv_b_proj``. Plain names may be those of fused projections; globs and expressions mean what they say.
     """
 
     def __init__(self, patterns: Iterable[str], where: str) -> None:
@@ -78,16 +78,27 @@ class ModulePatterns:
         self.globs = re.compile("|".join(globs)) if globs else None
 
     def match(self, module: str) -> bool:
-        for name in spellings(module):
-            if not self.whole.isdisjoint(ancestors(name)):
-                return True
-            if self.loose and any(not self.loose.isdisjoint(starts) for starts in runs(name)):
-                return True
-            if self.globs and (self.globs.match(name) or self.globs.match(module)):
-                return True
-            if any(e.match(prefix + name) for e in self.expressions for prefix in PREFIXES):
-                return True
+        name = canonical(module)
+        if any(self.names(spelling) for spelling in spellings(module)):
+            return True
+        if self.globs and (self.globs.match(name) or self.globs.match(module)):
+            return True
+        return any(expression_matches(expression, module, name) for expression in self.expressions)
+
+    def names(self, name: str) -> bool:
+        """Whether a plain name of the list stands for this one."""
+        if not self.whole.isdisjoint(ancestors(name)):
+            return True
+        return bool(self.loose) and any(not self.loose.isdisjoint(starts) for starts in runs(name))
+
+
+def expression_matches(expression: re.Pattern[str], module: str, name: str) -> bool:
+    """Whether it matches the module's own name, or its canonical ``name`` under a wrapper that the description may have."""
+    if expression.match(module):
+        return True
+    if any(group in expression.pattern for group in LOOKAROUND):
         return False
+    return any(expression.match(prefix + name) for prefix in PREFIXES)
 
 
 def runs(name: str) -> Iterable[Iterable[str]]:
@@ -95,29 +106,3 @@ def runs(name: str) -> Iterable[Iterable[str]]:
     while name:
         yield ancestors(name)
         name = name.partition(".")[2]
-
-
-class ModuleTable(Generic[Value]):
-    """A value for each of the modules that a table names, and for the modules below them."""
-
-    def __init__(self, table: dict[str, Value], where: str) -> None:
-        """Raises CheckpointError when two spellings of one module have different values."""
-        self.values: dict[str, Value] = {}
-        self.globs: list[tuple[re.Pattern[str], Value]] = []
-        for module, value in table.items():
-            if "*" in module:
-                self.globs.append((re.compile(fnmatch.translate(canonical(module))), value))
-            elif self.values.setdefault(canonical(module), value) != value:
-                raise CheckpointError(f"{where} describes {module} twice, and differently")
-
-    def named(self, module: str) -> bool:
-        """Whether the table has the module itself."""
-        return not self.values.keys().isdisjoint(spellings(module))
-
-    def find(self, module: str) -> tuple[Value, ...]:
-        """The value of the module, or of the nearest block around it; empty when the table has none."""
-        names = spellings(module)
-        for name in (*names, *ancestors(names[0])):
-            if name in self.values:
-                return (self.values[name],)
-        return next(((value,) for glob, value in self.globs for name in names if glob.match(name)), ())

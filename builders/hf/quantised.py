@@ -16,8 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from trtllm_replayssm.builders.hf.description import Description, agreed_format, read_descriptions
+from trtllm_replayssm.builders.hf.description import Description, agreed_format
+from trtllm_replayssm.builders.hf.descriptions.reading import read_descriptions
 from trtllm_replayssm.builders.hf.formats.base import Format, Shape
+from trtllm_replayssm.builders.hf.formats.unread import Unread
+from trtllm_replayssm.builders.hf.module_names import ancestors
+from trtllm_replayssm.builders.hf.ngram_tables import described_by_dtype, is_ngram_table, share_scales, table_format
 from trtllm_replayssm.builders.safetensors_reader import FLOAT_DTYPES, TensorEntry
 from trtllm_replayssm.errors import CheckpointError
 
@@ -34,7 +38,9 @@ BARE_SCALE_INV = re.compile(r"(?P<module>.+_proj)_scale_inv")
 DEQUANTISED = "are dequantised on conversion"
 KEPT = "are kept where they can be"
 #: Scales of a quantised KV cache, which this package does not keep quantised.
-CACHE_SCALE = re.compile(r".+\.[kv]_scale")
+CACHE_SCALE = re.compile(r"(?P<module>.+)\.[kv]_scale")
+#: Modules that stay in full precision although they are below a block that is quantised.
+LEFT_PLAIN = re.compile(r"norm|conv|router|gate$|embed_tokens$|embeddings$|in_proj_(a|b|ba)$")
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class QuantisedTensor:
 
     def stored(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The parts that make the weight, each of which is read once."""
-        return {part: read(name) for part, name in self.parts.items() if part not in self.format.aside}
+        return {part: read(name) for part, name in self.parts.items() if part != self.format.aside}
 
     def read(self, read: Callable[[str], Tensor]) -> Tensor:
         """float32, computed from the parts."""
@@ -59,10 +65,11 @@ class QuantisedTensor:
 
 @dataclass
 class QuantisedWeights:
-    """weights: by the name of the full-precision tensor. replaced: stored tensors that nobody else may use. notes: what a
-    user should know, one sentence each."""
+    """weights: by the name of the full-precision tensor. refused: why a model cannot use a tensor, quantised or not, by name.
+    replaced: stored tensors that nobody else may use. notes: what a user should know, one sentence each."""
 
     weights: dict[str, QuantisedTensor] = field(default_factory=dict)
+    refused: dict[str, CheckpointError] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -73,18 +80,20 @@ def find_quantised(
     """The quantised weights among a folder's tensors. fate: what the note about them says becomes of them.
 
     Raises CheckpointError, naming the module, where tensors and descriptions contradict each other; UnsupportedModelError
-    for formats that are not read.
+    for formats that are not read. What only matters if the model uses a weight is kept in ``refused``.
     """
-    descriptions = read_descriptions(path, config)
+    descriptions = read_descriptions(path, config) or described_by_dtype(config)
     found = QuantisedWeights()
     for module, (name, parts) in quantised_modules(entries).items():
-        format = described_format(path, descriptions, module, parts, entries)
+        format = described_format(path, descriptions, module, parts, entries).settled(parts, entries)
         shape = format.check(module, parts, entries)
         found.weights[name] = QuantisedTensor(
             module, format, parts, shape, sum(entries[part].nbytes for part in parts.values())
         )
         found.replaced.update(parts.values())
-    check_tables(descriptions, found, entries)
+        if isinstance(format, Unread):
+            found.refused[name] = format.refusal
+    found.refused |= promised(descriptions, found, entries)
     claiming = [description for description in descriptions if description.claims]
     if claiming and not found.weights:
         raise CheckpointError(
@@ -92,9 +101,9 @@ def find_quantised(
             "remove the description if the weights are in full precision",
         )
     if descriptions:
-        cache_scales = sorted(name for name in entries if CACHE_SCALE.fullmatch(name))
-        found.replaced.update(cache_scales)
-        found.notes += notes(path, descriptions, found, cache_scales, fate)
+        cached = cache_scales(entries)
+        found.replaced.update(cached)
+        found.notes += notes(path, descriptions, found, cached, fate)
     return found
 
 
@@ -118,6 +127,7 @@ def quantised_modules(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, d
     for module, weight in weights.items():
         if weight in entries:
             parts[module]["weight"] = weight
+    share_scales(parts)
     return {module: (weights[module], parts[module]) for module in parts}
 
 
@@ -132,7 +142,8 @@ def described_format(
             f" hf_quant_config.json in {path} describes one",
             "download these files too, or use the BF16 checkpoint",
         )
-    format = agreed_format(descriptions, module)
+    format = table_format(descriptions, module, parts, entries) if is_ngram_table(module) else None
+    format = format or agreed_format(descriptions, module)
     if format is None:
         raise CheckpointError(
             f"{module} has tensors of a quantised weight ({', '.join(sorted(parts))}), but"
@@ -142,22 +153,43 @@ def described_format(
     return format
 
 
-def check_tables(descriptions: list[Description], found: QuantisedWeights, entries: dict[str, TensorEntry]) -> None:
-    """Raises CheckpointError for modules that a table names as quantised and whose weight is a plain one.
+def promised(
+    descriptions: list[Description], found: QuantisedWeights, entries: dict[str, TensorEntry]
+) -> dict[str, CheckpointError]:
+    """Errors by name for plain weights that a table calls quantised.
 
-    General statements are no contradiction: they speak of linear layers, and routers or embeddings may be none.
+    General statements are no contradiction: they speak of linear layers, and routers or embeddings may be none. The same
+    holds for a block, of which some modules never are quantised.
     """
+    errors = {}
     for name, entry in entries.items():
-        if name in found.weights or not name.endswith(".weight"):
-            continue
         module = name.removesuffix(".weight")
+        # The weight of a module, or the experts of a layer in one tensor.
+        matrices = len(entry.shape) >= 2 if module != name else len(entry.shape) == 3
+        if name in found.weights or entry.dtype not in FLOAT_DTYPES or not matrices:
+            continue
         for description in descriptions:
-            format = agreed_format(descriptions, module) if description.table.named(module) else None
-            if format is not None:
-                raise CheckpointError(
+            format = next(iter(description.table.find(module)), None)
+            spared = LEFT_PLAIN.search(module) or description.ignored.match(module)
+            if format is not None and (description.table.named(module) or not spared):
+                errors[name] = CheckpointError(
                     f"{description.where} says that {module} is {format.label}, but {name} is {entry.dtype} without scales",
                     "the description and the tensors belong to different checkpoints",
                 )
+    return errors
+
+
+def cache_scales(entries: dict[str, TensorEntry]) -> list[str]:
+    """Scales of a quantised KV cache: numbers, at most one a head, of modules that the checkpoint has."""
+    named = {name: match["module"] for name in entries if (match := CACHE_SCALE.fullmatch(name))}
+    present = {module for name in entries if named and name not in named for module in ancestors(name)}
+    return sorted(
+        name
+        for name, module in named.items()
+        if module in present
+        and entries[name].dtype in FLOAT_DTYPES
+        and sum(size > 1 for size in entries[name].shape) < 2
+    )
 
 
 def notes(

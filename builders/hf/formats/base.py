@@ -37,17 +37,28 @@ class Part:
 class Format(ABC):
     """One way to store the weight of a linear layer ``[N, K]``, or of all experts of a layer ``[E, N, K]``.
 
-    holder: the tensor that holds the values; the others are scales. aside: tensors that are known and not needed, since only
-    the weight is made. Subclasses are frozen dataclasses: two descriptions of a module agree when their formats are equal.
+    bits: of a value. holder: the tensor that holds the values; the others are scales. aside: the tensor that is known and not
+    needed to make the weight, the scale of the layer's inputs. Subclasses are frozen dataclasses: two descriptions of a
+    module agree when their formats are equal.
     """
 
+    bits: ClassVar[int]
     holder: ClassVar[str] = "weight"
-    aside: ClassVar[tuple[str, ...]] = ("input_scale",)
+    aside: ClassVar[str] = "input_scale"
 
     @property
     @abstractmethod
     def label(self) -> str:
         """What messages call the format."""
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the format is also one of the layer's inputs, where their scale is stored."""
+        return True
+
+    def settled(self, names: dict[str, str], entries: dict[str, TensorEntry]) -> Format:
+        """The format with what its description leaves open and a module's tensors tell. names: tensors by part."""
+        return self
 
     @property
     def row_block(self) -> int:

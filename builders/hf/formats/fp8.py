@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
-from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part
+from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, Shape
 from trtllm_replayssm.builders.hf.formats.codes import decode_e4m3
+from trtllm_replayssm.builders.safetensors_reader import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class Fp8(Format):
 
     scale: str = "weight_scale"
 
+    bits: ClassVar[int] = 8
+
     @property
     def label(self) -> str:
         return "FP8 per tensor"
@@ -23,7 +27,7 @@ class Fp8(Format):
     def width(self, stored: int) -> int:
         return stored
 
-    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    def scale_shapes(self, n: int, k: int) -> tuple[Shape, ...]:
         return SCALAR
 
     def parts(self, n: int, k: int) -> dict[str, Part]:
@@ -49,7 +53,7 @@ class ChannelFp8(Fp8):
     def label(self) -> str:
         return "FP8 per channel"
 
-    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    def scale_shapes(self, n: int, k: int) -> tuple[Shape, ...]:
         return ((n,), (n, 1))
 
     def row_scales(self, scale: Tensor, rows: slice, k: int) -> Tensor:
@@ -74,10 +78,26 @@ class BlockFp8(Fp8):
     def row_block(self) -> int:
         return self.block[0]
 
-    def scale_shapes(self, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    def scale_shapes(self, n: int, k: int) -> tuple[Shape, ...]:
         return ((-(-n // self.block[0]), -(-k // self.block[1])),)
 
     def row_scales(self, scale: Tensor, rows: slice, k: int) -> Tensor:
         down, across = self.block
-        own = scale[rows.start // down : -(-rows.stop // down)]
+        own = scale[rows.start // down : -(-rows.stop // down)].flatten(1)
         return own.repeat_interleave(down, 0)[: rows.stop - rows.start].repeat_interleave(across, 1)[:, :k]
+
+
+@dataclass(frozen=True)
+class ModelOptBlockFp8(BlockFp8):
+    """As ModelOpt writes FP8_PB_WO, in blocks of 128 x 128: scales ``[N / 128, 1, K / 128, 1]``, or without the axes of one.
+
+    Sizes are rounded up, the values are those of the weight alone. Files joined from others call the scale
+    ``weight_scale_inv``, as their source did.
+    """
+
+    def settled(self, names: dict[str, str], entries: dict[str, TensorEntry]) -> Format:
+        return replace(self, scale="weight_scale_inv") if "weight_scale_inv" in names else self
+
+    def scale_shapes(self, n: int, k: int) -> tuple[Shape, ...]:
+        ((down, across),) = super().scale_shapes(n, k)
+        return (down, 1, across, 1), (down, across)

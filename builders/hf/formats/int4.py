@@ -23,6 +23,7 @@ class Int4(Format):
 
     group: int | None = 32
 
+    bits: ClassVar[int] = 4
     holder: ClassVar[str] = "weight_packed"
 
     @property

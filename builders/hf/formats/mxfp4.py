@@ -17,6 +17,7 @@ BLOCK = 32
 class Mxfp4(Format):
     """As compressed-tensors writes it: ``weight = E2M1 * 2^(weight_scale - 127)``."""
 
+    bits: ClassVar[int] = 4
     holder: ClassVar[str] = "weight_packed"
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, Shape, by_blocks
+from trtllm_replayssm.builders.hf.formats.base import SCALAR, SCALE_DTYPES, Format, Part, by_blocks
 from trtllm_replayssm.builders.hf.formats.codes import decode_e4m3, unpack_e2m1
 from trtllm_replayssm.builders.safetensors_reader import TensorEntry
 
@@ -23,15 +23,22 @@ def values_and_blocks(holder: str, n: int, k: int) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class ModelOptNvfp4(Format):
-    """As ModelOpt writes it: ``weight = E2M1 * (weight_scale * weight_scale_2)``. Weight-only files lack input_scale.
+    """As ModelOpt writes it: ``weight = E2M1 * (weight_scale * weight_scale_2)``.
 
     smoothed: the layer's input is multiplied by ``pre_quant_scale [K]`` first (AWQ), which is the same as multiplying the
-    weight's columns. It is absent where an earlier layer has taken it up.
+    weight's columns. It is absent where an earlier layer has taken it up. weight_only: inputs are not quantised; an
+    input_scale that is there was left over from a file whose label was changed, and means nothing. The weight is the same.
     """
 
     smoothed: bool = False
+    weight_only: bool = field(default=False, compare=False)
 
+    bits: ClassVar[int] = 4
     whole: ClassVar[str] = "weight_scale_2"
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return not self.weight_only
 
     @property
     def label(self) -> str:
@@ -79,9 +86,9 @@ class SvdNvfp4(ModelOptNvfp4):
         }
         return super().parts(n, k) | low_rank
 
-    def check(self, module: str, names: dict[str, str], entries: dict[str, TensorEntry]) -> Shape:
+    def settled(self, names: dict[str, str], entries: dict[str, TensorEntry]) -> Format:
         shape = entries[names["svdquant_lora_b"]].shape if "svdquant_lora_b" in names else ()
-        return super(SvdNvfp4, replace(self, rank=shape[-1] if shape else 0)).check(module, names, entries)
+        return replace(self, rank=shape[-1] if shape else 0)
 
     def smooth_rows(self, parts: dict[str, Tensor], rows: slice) -> Tensor:
         # In float64, so that the product does not depend on how many rows are made at once.
@@ -93,9 +100,10 @@ class SvdNvfp4(ModelOptNvfp4):
 class CompressedNvfp4(Format):
     """As compressed-tensors writes it: ``weight = E2M1 * (weight_scale / weight_global_scale)``."""
 
+    bits: ClassVar[int] = 4
     holder: ClassVar[str] = "weight_packed"
     whole: ClassVar[str] = "weight_global_scale"
-    aside: ClassVar[tuple[str, ...]] = ("input_global_scale",)
+    aside: ClassVar[str] = "input_global_scale"
 
     @property
     def label(self) -> str:

@@ -1,0 +1,1 @@
+"""Descriptions of quantised checkpoints: one file per writer, and where to look for them."""
