@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtllm_replayssm.plugins.read_copy import E2M1_MAX, E4M3_MAX
 from trtllm_replayssm.plugins.read_copy import FORMATS as COPIES
+from trtllm_replayssm.plugins.reference.read_copy import quotient
 
 INT8_MAX = 127.0
 
@@ -29,13 +30,13 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 
 def fp8(state: Tensor) -> Tensor:
     """E4M3 with a float32 scale for each row of K, the row's largest magnitude over 448."""
-    scale = state.abs().amax(-1, keepdim=True) / E4M3_MAX
+    scale = quotient(state.abs().amax(-1, keepdim=True), E4M3_MAX)
     return e4m3(divided(state, scale)) * scale
 
 
 def int8(state: Tensor) -> Tensor:
     """Integers of -127 to 127 with a float32 scale for each row of K."""
-    scale = state.abs().amax(-1, keepdim=True) / INT8_MAX
+    scale = quotient(state.abs().amax(-1, keepdim=True), INT8_MAX)
     return divided(state, scale).round().clamp(-INT8_MAX, INT8_MAX) * scale
 
 
@@ -50,8 +51,8 @@ def nvfp4(state: Tensor) -> Tensor:
     """The values of a read copy (plugins/read_copy.py), in few operations; K must be a multiple of 16."""
     blocks = state.unflatten(-1, (-1, COPIES["nvfp4"].block))
     amax = blocks.abs().amax(-1, keepdim=True)
-    head_scale = amax.amax((-3, -2, -1), keepdim=True) / (E2M1_MAX * E4M3_MAX)
-    block_scale = e4m3(divided(amax / E2M1_MAX, head_scale))
+    head_scale = quotient(amax.amax((-3, -2, -1), keepdim=True), E2M1_MAX * E4M3_MAX)
+    block_scale = e4m3(divided(quotient(amax, E2M1_MAX), head_scale))
     scale = block_scale * head_scale
     codes = torch.where(scale > 0, e2m1(blocks * (1 / scale)), 0.0)
     return (codes * block_scale * head_scale).flatten(-2)

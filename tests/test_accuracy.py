@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from division import DivisionOfGpus
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,6 +77,14 @@ def test_formats_keep_their_scales_and_lose_little(name: str) -> None:
     assert rows[..., -1].min() > {"fp8": 0.01, "int8": 0.002, "nvfp4": 0.05}[name]
     again = FORMATS[name](kept)
     assert (again - kept).norm() < 1e-5 * kept.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_have_the_same_values_on_a_gpu(name: str) -> None:
+    state = torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    with DivisionOfGpus():
+        kept = FORMATS[name](state)
+    assert torch.equal(kept, FORMATS[name](state))
 
 
 def test_nvfp4_has_the_values_of_a_read_copy() -> None:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.plugins.quantised_state import LARGEST, SCALE
+from trtllm_replayssm.plugins.reference.read_copy import quotient
 
 
 def quantise(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes ``[slots, H, R, C]`` and scales ``[slots, H, R]`` of states of any floating dtype."""
     x = states.float()
-    scale = x.abs().amax(-1) / LARGEST[dtype]
+    scale = quotient(x.abs().amax(-1), LARGEST[dtype])
     codes = (x / torch.where(scale == 0, 1.0, scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (codes.round().nan_to_num(0.0) if dtype == torch.int8 else codes).to(dtype), scale
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from division import DivisionOfGpus
 from synthetic import decoder, write_checkpoint, write_engine
 
 from trtllm_replayssm.builders.layers.base import StateOptions
@@ -54,6 +55,15 @@ def test_codes_are_the_nearest_of_all_and_the_largest_is_exact(dtype: torch.dtyp
     assert codes.dtype == dtype and (codes.float().abs().amax(-1) == LARGEST[dtype]).all()
     largest = x.abs().argmax(-1, keepdim=True)
     torch.testing.assert_close(values.gather(-1, largest), x.double().gather(-1, largest), rtol=1e-6, atol=0)
+
+
+@BOTH
+def test_scales_are_quotients_on_a_gpu_too(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    with DivisionOfGpus():
+        codes, scale = quantise(x, dtype)
+    assert torch.equal(scale, x.abs().amax(-1) / torch.tensor(LARGEST[dtype]))
+    assert torch.equal(codes.float(), quantise(x, dtype)[0].float())
 
 
 @BOTH
