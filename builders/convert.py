@@ -20,7 +20,13 @@ from trtllm_replayssm.builders.families.base import Family, Source
 from trtllm_replayssm.builders.families.registry import architectures, find_family
 from trtllm_replayssm.builders.gates import with_gates_apart
 from trtllm_replayssm.builders.hf.folder import HfFolder
-from trtllm_replayssm.builders.hf.metadata import eos_token_ids, max_position_embeddings, model_dtype, num_tokens
+from trtllm_replayssm.builders.hf.metadata import (
+    compare_state_dtype,
+    eos_token_ids,
+    max_position_embeddings,
+    model_dtype,
+    num_tokens,
+)
 from trtllm_replayssm.builders.hf.quantised import DEQUANTISED, KEPT
 from trtllm_replayssm.builders.keeping import QUANTIZATIONS, Quantization, kept_packings, kept_parts, rank_parts
 from trtllm_replayssm.builders.parallel import Parameter
@@ -95,6 +101,7 @@ def convert_family(
     # Refuses a tp_size that would tear heads or groups apart.
     config.rank_decoder()
     config.check_replay()
+    compare_state_dtype(folder, replay.state_dtype, warn)
     sources = account(folder, family, decoder, warn)
     if quantization == "keep":
         decoder, sources = with_gates_apart(folder, decoder, sources)

@@ -158,6 +158,33 @@ def test_auto_dtype(tmp_path: Path, tensors: dict, config: dict, expected: str) 
 
 
 @pytest.mark.parametrize(
+    ("config", "state_dtype", "named"),
+    [
+        ({}, "bfloat16", None),
+        ({"mamba_ssm_cache_dtype": "float32"}, "float32", None),
+        ({"mamba_ssm_cache_dtype": "float32"}, "bfloat16", "float32"),
+        ({"mamba_ssm_cache_dtype": "float32"}, "int8", "float32"),
+        ({"text_config": {"mamba_ssm_dtype": "torch.bfloat16"}}, "float32", "bfloat16"),
+        ({"mamba_ssm_dtype": "float16"}, "float16", None),
+        ({"mamba_ssm_dtype": "auto"}, "float32", None),
+        ({"mamba_ssm_dtype": None}, "float16", None),
+    ],
+)
+def test_another_dtype_of_states_than_config_json_names_is_said(
+    tmp_path: Path, tensors: dict, config: dict, state_dtype: str, named: str | None
+) -> None:
+    """The option decides; the default is float32, which published models name."""
+    warnings: list[str] = []
+    model = write_folder(tmp_path / "hf", tensors, CONFIG | config)
+    made = run(model, tmp_path / "out", replay=ReplayConfig(state_dtype=state_dtype), warnings=warnings)
+    assert made.replay.state_dtype == state_dtype
+    said = [warning for warning in warnings if "--state_dtype" in warning]
+    assert len(said) == (named is not None)
+    if named is not None:
+        assert f"dtype is {named}, and the recurrent states will be {state_dtype}; --state_dtype {named}" in said[0]
+
+
+@pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
         ({"eos_token_id": 2}, None, (2,)),

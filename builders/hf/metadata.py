@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its text: end tokens, vocabulary, trained length, dtype."""
+"""What a Hugging Face folder says of its text: end tokens, vocabulary, trained length; and of dtypes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from trtllm_replayssm.builders.hf.config import text_section
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.safetensors_reader import FLOAT_DTYPES
 from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.replay import FLOAT_STATES
+
+#: Keys of config.json for the dtype of recurrent states: Nemotron-H's, and Qwen's.
+STATE_KEYS = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
 def model_dtype(folder: HfFolder, asked: str) -> str:
@@ -39,6 +43,18 @@ def model_dtype(folder: HfFolder, asked: str) -> str:
             f"{folder.path} has dtype {named!r}, which is not known", f"choose one: --dtype {'|'.join(MODEL_DTYPES)}"
         )
     return dtype
+
+
+def compare_state_dtype(folder: HfFolder, state_dtype: str, warn: Callable[[str], None]) -> None:
+    """Tells ``warn`` where config.json names another dtype for recurrent states than they will have."""
+    level = text_section(folder.config)
+    for key in STATE_KEYS:
+        named = str(level.get(key)).removeprefix("torch.")
+        if named in FLOAT_STATES and named != state_dtype:
+            warn(
+                f"{folder.path / 'config.json'}: {key} is {named}, and the recurrent states will be {state_dtype};"
+                f" --state_dtype {named} makes them what the model was published with"
+            )
 
 
 def eos_token_ids(folder: HfFolder, vocab_size: int, warn: Callable[[str], None]) -> tuple[int, ...]:
