@@ -14,9 +14,10 @@ import quantisers as q
 import torch
 import torch.distributed as dist
 from hf_models import MODELS, random_ids
+from quantised_recipes import NATIVE, RECIPES, Recipe, folders, in_config, mixed, relabelled
 from safetensors.torch import load_file, save_file
 from test_parity import absorb, case, spoiled_session
-from test_quantised_families import DAMAGE, NATIVE, RECIPES, Recipe, folders, in_config, mixed, relabelled
+from test_quantised_families import DAMAGE
 from torch import Tensor
 
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig, load_rank

@@ -16,7 +16,7 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="pip install tensorrt-rtx-cu
 import emission as emission_module
 from emission import REPLAY, Emission, Run, make_weights
 from hf_models import random_ids
-from test_quantised_families import folders
+from quantised_recipes import folders
 from test_quantised_kept import KEPT, packed_fp8
 from test_recording import record
 
