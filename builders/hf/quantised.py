@@ -158,8 +158,7 @@ def promised(
 ) -> dict[str, CheckpointError]:
     """Errors by name for plain weights that a table calls quantised.
 
-    General statements are no contradiction: they speak of linear layers, and routers or embeddings may be none. The same
-    holds for a block, of which some modules never are quantised.
+    General statements are no contradiction: they speak of linear layers, and routers or embeddings may be none.
     """
     errors = {}
     for name, entry in entries.items():
@@ -169,14 +168,21 @@ def promised(
         if name in found.weights or entry.dtype not in FLOAT_DTYPES or not matrices:
             continue
         for description in descriptions:
-            format = next(iter(description.table.find(module)), None)
-            spared = LEFT_PLAIN.search(module) or description.ignored.match(module)
-            if format is not None and (description.table.named(module) or not spared):
+            format = promise(description, module)
+            if format is not None:
                 errors[name] = CheckpointError(
                     f"{description.where} says that {module} is {format.label}, but {name} is {entry.dtype} without scales",
                     "the description and the tensors belong to different checkpoints",
                 )
     return errors
+
+
+def promise(description: Description, module: str) -> Format | None:
+    """The format that a table names for a module itself, or for a block around it which does not leave it out."""
+    format = next(iter(description.table.find(module)), None)
+    if format is None or description.table.named(module):
+        return format
+    return None if LEFT_PLAIN.search(module) or description.ignored.match(module) else format
 
 
 def cache_scales(entries: dict[str, TensorEntry]) -> list[str]:
