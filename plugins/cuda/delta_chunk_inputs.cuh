@@ -12,8 +12,10 @@ constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int BLOCKS = CHUNK / 8;
 constexpr int PAIRS = KEY_DIM / 16;
 constexpr int ENTRY_LANES = THREADS / CHUNK;  // threads that stage an entry
-// Wider keys would leave a thread too few registers beside the state.
-constexpr bool CHUNKED = WIDE && !DERIVED && KEY_DIM <= 192 && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0;
+// Wider keys would leave a thread too few registers beside the state. Decays per channel need whole vectors of keys for each of an
+// entry's threads (delta_pairs.cuh, carry).
+constexpr bool CHUNKED = WIDE && !DERIVED && KEY_DIM <= 192 && VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 &&
+                         (!PER_CHANNEL || KEY_DIM % (4 * ENTRY_LANES) == 0);
 
 constexpr bool NARROW = !PER_CHANNEL && sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
 template <bool>

@@ -20,7 +20,7 @@ from trtllm_replayssm.plugins.reference.read_copy import quantise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (128, 64), (64, 192), (256, 96)]
-PLAIN_DIMS = [(16, 16), (24, 40), (100, 128), (128, 72)]
+PLAIN_DIMS = [(16, 16), (24, 40), (100, 128), (128, 72), (160, 64)]
 LAYERS = ["gated_delta", "kda", "kda bounded"]
 
 
@@ -177,7 +177,7 @@ def test_read_copies(layer, tokens, read):
 
 
 @pytest.mark.parametrize("read", FORMATS)
-@pytest.mark.parametrize("dims", [(64, 64), (96, 192), (256, 96), (128, 40), (160, 24)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 192), (256, 96), (128, 40), (160, 24), (160, 64)], ids=str)
 @pytest.mark.parametrize("layer", LAYERS[:2])
 @pytest.mark.parametrize("tokens", [1, 6, 19])
 def test_read_copies_of_other_shapes(layer, tokens, dims, read):
