@@ -65,6 +65,20 @@ def test_small_heads_compile(layer, tokens, dims, read_dtype):
     assert not report(small_kernel(layer, dims, tokens, read_dtype), "sm_90a").fault
 
 
+@pytest.mark.parametrize(
+    ("value_dim", "window", "read_dtype"), [(256, 16, "nvfp4"), (256, 16, "fp8"), (256, 24, "same"), (192, 30, "same")]
+)
+def test_inputs_that_leave_shared_memory_no_tile_compile(value_dim, window, read_dtype):
+    """Of long verify steps: the product with the state then takes it from memory."""
+    shape = gated_delta.shape_of(
+        GatedDeltaAttributes(16, 32, 128, value_dim, window, window + 16, read_dtype=read_dtype)
+    )
+    strides = (8,) * (8 + len(copy_names(read_dtype)))
+    kernel = delta_rule.launch_record(shape, torch.bfloat16, torch.float32, torch.bfloat16, 16, 16, strides).kernel
+    assert dict(kernel.defines)["SPLIT"] == 1
+    assert not report(kernel, "sm_90a").fault
+
+
 @pytest.mark.parametrize("read_dtype", ["same", "fp8", "nvfp4"])
 @pytest.mark.parametrize(("tokens", "window"), [(16, 24), (8, 40), (1, 16)])
 def test_largest_heads_fit_the_shared_memory_that_is_computed(tokens, window, read_dtype):

@@ -32,6 +32,9 @@ struct ReadInputs {
 constexpr int MATRIX_ROWS = 8;
 constexpr bool MATRIX = GRAM && READ_TOKENS >= 4 && sizeof(STATE) == 4 && KEY_DIM <= 128 && WARP_ROWS % MATRIX_ROWS == 0;
 
+// Tokens whose x fits into a lane's registers at once: all of them, or a half, a quarter...
+constexpr int read_group(int tokens) { return tokens == 1 || tokens * LANE_COLS <= 64 ? tokens : read_group(tokens / 2); }
+
 // State rows of a tile in shared memory: as many as shared memory holds, 4 KB at most.
 constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
 constexpr int tile_rows(int rows) {
@@ -41,8 +44,8 @@ constexpr int tile_rows(int rows) {
                ? rows
                : tile_rows(rows / 2);
 }
-constexpr bool TILES_FIT = MATRIX ? sizeof(ReadInputs) + 256 <= SHARED_LIMIT : tile_rows(32) > 0;
-constexpr int TILE_ROWS = TILES_FIT ? tile_rows(32) : 1;
+constexpr bool TILES_FIT = MATRIX ? STAGES * ROW_BYTES + int(sizeof(ReadInputs)) + 256 <= SHARED_LIMIT : tile_rows(32) > 0;
+constexpr int TILE_ROWS = tile_rows(32) > 0 ? tile_rows(32) : 1;
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 
 constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
@@ -103,10 +106,10 @@ struct Read {
 
     // ---- the product with the checkpoint -------------------------------------------------------------------------------
 
-    // Tokens whose x fits into registers at once, state rows whose sums are reduced together.
-    static constexpr int GROUP = READ_TOKENS * LANE_COLS <= 64 ? READ_TOKENS : 64 / LANE_COLS;
-    static constexpr int GROUPS = READ_TOKENS / GROUP;
+    // Tokens of a group, state rows whose sums are reduced together.
+    static constexpr int GROUP = read_group(READ_TOKENS), GROUPS = READ_TOKENS / GROUP;
     static constexpr int ROWS = TILE_ROWS * GROUP <= 32 ? TILE_ROWS : 32 / GROUP > 0 ? 32 / GROUP : 1;
+    static_assert(GROUP * GROUPS == READ_TOKENS && TILE_ROWS % ROWS == 0, "groups and rows without a rest");
 
     __device__ void load_x(float (&x)[GROUP][LANE_COLS], int n, int group) const {
 #pragma unroll
