@@ -37,18 +37,21 @@ struct SharedB {
     }
 };
 
-// u_j of a warp's rows as first operands, of a block of 16 entries.
+// u_j of a warp's rows as first operands, of a block of 16 entries. Tokens behind the `entries` that are folded become zero: their
+// x may be no number.
 struct EntryUpdates {
     Parts<UPDATE_PARTS> v[4];
 
-    __device__ __forceinline__ void load(const BlockWeights& block, int b, int h, int warp, int lane) {
+    __device__ __forceinline__ void load(const BlockWeights& block, int b, int h, int entries, int warp, int lane) {
         const Matrices x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
+            const int left = entries - (16 * b + 8 * s + 2 * (lane % 4));
+            const u32 folded = left > 1 ? ~0u : left > 0 ? 0xffffu : 0u;
             const float2 kept = *reinterpret_cast<const float2*>(&block.kept[h][16 * b + 8 * s + 2 * (lane % 4)]);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                const u32 pair = x.v[2 * m + s];
+                const u32 pair = x.v[2 * m + s] & folded;
                 v[m + 2 * s] =
                     split_pair<UPDATE_PARTS>(kept.x * half_to_float<ACT>(pair, false), kept.y * half_to_float<ACT>(pair, true));
             }
@@ -68,13 +71,13 @@ struct HeadUpdates {
         : block(weights), entries(count), h(head), warp(warp_index), lane(lane_index) {
 #pragma unroll
         for (int b = 0; b < HELD; ++b)
-            if (is_needed(b, entries)) held[b].load(block, b, h, warp, lane);
+            if (is_needed(b, entries)) held[b].load(block, b, h, entries, warp, lane);
     }
     __device__ __forceinline__ float decay() const { return block.kept_state[h]; }
     __device__ __forceinline__ EntryUpdates get(int b) const {
         if (b < HELD) return held[b < HELD ? b : 0];
         EntryUpdates later;
-        later.load(block, b, h, warp, lane);
+        later.load(block, b, h, entries, warp, lane);
         return later;
     }
 };
