@@ -40,9 +40,11 @@ struct FloatAdjoint {
 };
 
 // Products pass through tensor cores, with x and with c in two parts of 16 bits. x has been multiplied by a power of two that keeps
-// its float16 parts from vanishing; c has the type T of the values.
+// its float16 parts from vanishing; c has the type T of the values, and is multiplied by SUM_UNIT: |c| <= 2 K^-1/2, and gates that
+// hardly open leave much less of it than float16's smallest normal number.
 template <typename T>
 struct Adjoint {
+    static constexpr float SUM_UNIT = same_type<T, fp16>::value ? 4096.0f : 1.0f;
     alignas(16) fp16 x[HEADS][READ_TOKENS][2][KEY_DIM];  // in the order of x_place
     alignas(16) T c[HEADS][READ_TOKENS][2][ENTRIES];     // zero for entries behind the token's
     float unit[HEADS][READ_TOKENS];                      // by which products with x are to be multiplied
@@ -50,7 +52,9 @@ struct Adjoint {
     __device__ __forceinline__ void store(int n, int token, int column, float value) {
         store_parts(x[n][token], x_place(column), value);
     }
-    __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) { store_parts(c[n][token], entry, value); }
+    __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) {
+        store_parts(c[n][token], entry, value * SUM_UNIT);
+    }
 
 private:
     template <typename U, int N>

@@ -276,7 +276,9 @@ struct CopyRead {
         for (int i = 0; i < RESULT_TOKENS; ++i) {
             if (!owns(i)) continue;
             ACT* to = o + lane_token(i, t) * (VALUE_HEADS * VALUE_DIM);
-            const float upper = sums[i].v[0] + sums[i].v[1], lower = sums[i].v[2] + sums[i].v[3];
+            constexpr float SUM_FACTOR = 1.0f / Adjoint<T>::SUM_UNIT;
+            const float upper = (sums[i].v[0] + sums[i].v[1]) * SUM_FACTOR;
+            const float lower = (sums[i].v[2] + sums[i].v[3]) * SUM_FACTOR;
             if constexpr (ONE_ROW) {
                 to[0] = from_float<ACT>(fmaf(updates.unit[i], results[0], lane_row() < 8 ? upper : lower));
             } else {

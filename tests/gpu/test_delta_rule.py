@@ -27,7 +27,10 @@ LAYERS = ["gated_delta", "kda", "kda bounded"]
 
 @dataclass(frozen=True)
 class Case:
-    """A random step of a small layer. decay scales the gates, draft is the most draft tokens of a verify step."""
+    """A random step of a small layer. decay scales the gates, draft is the most draft tokens of a verify step.
+
+    scale: of activations. beta_shift: of the logits of beta.
+    """
 
     layer: str
     tokens: int
@@ -43,6 +46,8 @@ class Case:
     decay: float = 0.0
     derived: bool = False
     beta_scale: float = 1.0
+    scale: float = 1.0
+    beta_shift: float = 0.0
     read: str = "same"
 
     @property
@@ -83,8 +88,9 @@ def run_case(
     pools = harness.poisoned_pools(pools, plans, case.rows + 3, make)
     gates = value_heads * (1 if case.layer == "gated_delta" else key_dim)
     widths = (2 * key_heads * key_dim + value_heads * value_dim, gates, value_heads)
-    qkv, gate, b = (torch.randn(case.rows, case.tokens, n, generator=generator).to(case.activation) for n in widths)
-    inputs = [(harness.spoil if spoilt else harness.poison_padding)(x, plans) for x in (qkv, gate, b)]
+    qkv, gate, b = (torch.randn(case.rows, case.tokens, n, generator=generator) for n in widths)
+    inputs = [x.to(case.activation) for x in (qkv * case.scale, gate, b + case.beta_shift)]
+    inputs = [(harness.spoil if spoilt else harness.poison_padding)(x, plans) for x in inputs]
     compared = harness.sound_rows(plans) if spoilt else slice(None)
     A_log = torch.rand(value_heads, generator=generator) * 2 - 1 + 2.3 * case.decay
     dt_bias = torch.randn(gates, generator=generator) - 1
@@ -244,6 +250,16 @@ def test_read_copies_of_large_batches(tokens, heads, read):
 def test_read_copies_under_strong_decay(layer, decay, read):
     for tokens, draft in ((1, 0), (8, 7), (30, 0)):
         run_case(Case(layer, tokens, draft=draft, decay=decay, read=read))
+
+
+@pytest.mark.parametrize("read", FORMATS)
+@pytest.mark.parametrize("activation", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_read_copies_of_hardly_open_gates(layer, tokens, activation, read):
+    """What beta leaves of values is below float16's smallest normal number, and the values are large."""
+    case = Case(layer, tokens, draft=3, activation=activation, scale=1000.0, beta_shift=-10.0, read=read)
+    run_case(case, plans=[harness.RowPlan(n, 0, 0, 0, min(tokens, n + 1)) for n in range(12)])
 
 
 @pytest.mark.parametrize("read", FORMATS)
