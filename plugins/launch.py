@@ -65,3 +65,9 @@ def token_stride(x: torch.Tensor) -> int:
     if x.stride(2) != 1 or (rows > 1 and x.stride(0) != tokens * stride):
         raise ValueError(f"tokens must lie behind each other; strides are {x.stride()} for shape {tuple(x.shape)}")
     return stride
+
+
+def on_vectors(inputs: tuple[torch.Tensor, ...], bound: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the inputs that are moved in vectors start on 16 bytes, and so does every slot of the pools."""
+    starts = (tensor.data_ptr() for tensor in (*inputs, *bound))
+    return all(n % 16 == 0 for n in (*starts, *(pool.stride(0) * pool.itemsize for pool in bound)))

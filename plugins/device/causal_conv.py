@@ -24,10 +24,14 @@ def launch_record(
     x_stride: int,
     ring_stride: int,
     aligned: bool = True,
+    starts: tuple[int, ...] = (),
 ) -> Launch:
-    """aligned: the weights start on 16 bytes, as tensors of TensorRT and fresh torch tensors do."""
+    """aligned: the weights start on 16 bytes, as tensors of TensorRT and fresh torch tensors do.
+
+    starts: addresses of x and the ring in elements, where these may not.
+    """
     chunk = 1 if tokens == 1 else CHUNK
-    vector = vector_width(a.channels, x_stride, ring_stride, activation)
+    vector = vector_width(activation, a.channels, x_stride, ring_stride, *starts)
     defines = (
         ("ACT", CUDA_TYPES[activation]),
         ("WEIGHT", CUDA_TYPES[weight]),
@@ -46,10 +50,10 @@ def launch_record(
     return Launch(kernel, grid, (tokens, x_stride, ring_stride))
 
 
-def vector_width(channels: int, x_stride: int, ring_stride: int, dtype: torch.dtype) -> int:
-    """Channels a thread moves at once: up to 8 bytes, as far as every row stays aligned to them."""
+def vector_width(dtype: torch.dtype, *elements: int) -> int:
+    """Channels a thread moves at once: up to 8 bytes, as far as they divide all of ``elements``, at which rows may begin."""
     widest = 8 // dtype.itemsize
-    return next(w for w in (widest, widest // 2, 1) if channels % w == x_stride % w == ring_stride % w == 0)
+    return next(w for w in (widest, widest // 2, 1) if all(n % w == 0 for n in elements))
 
 
 def causal_conv(
@@ -60,7 +64,9 @@ def causal_conv(
     y = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
     strides = token_stride(x), slot_stride(conv_ring)
     aligned = all(t.data_ptr() % 16 == 0 for t in (weight, bias) if t is not None)
-    record = launch_record(attributes, x.dtype, weight.dtype, bias is not None, rows, tokens, *strides, aligned)
+    starts = tuple(t.data_ptr() // t.itemsize for t in (x, conv_ring))
+    dtypes = (x.dtype, weight.dtype)
+    record = launch_record(attributes, *dtypes, bias is not None, rows, tokens, *strides, aligned, starts)
     launch(record, (x, weight, bias, step, conv_ring), (y, conv_ring))
     return y
 

@@ -183,9 +183,3 @@ def pool_tensors(shape: DeltaShape, pools: dict[str, Tensor]) -> tuple[Tensor, .
 
 def strides_of(qkv: Tensor, decay: Tensor, b: Tensor, bound: tuple[Tensor, ...]) -> tuple[int, ...]:
     return (*map(token_stride, (qkv, decay, b)), *map(slot_stride, bound))
-
-
-def on_vectors(inputs: tuple[Tensor, ...], bound: tuple[Tensor, ...]) -> bool:
-    """Whether the inputs that are moved in vectors start on 16 bytes, and so does every slot of the pools."""
-    starts = (tensor.data_ptr() for tensor in (*inputs, *bound))
-    return all(n % 16 == 0 for n in (*starts, *(pool.stride(0) * pool.itemsize for pool in bound)))

@@ -10,7 +10,6 @@ from torch import Tensor
 from trtllm_replayssm.plugins.device.delta_rule import (
     DeltaShape,
     launch_record,
-    on_vectors,
     pool_tensors,
     strides_of,
     variant,
@@ -18,7 +17,7 @@ from trtllm_replayssm.plugins.device.delta_rule import (
 from trtllm_replayssm.plugins.device.standard import delta_standard
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
-from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.launch import Kernel, on_vectors
 from trtllm_replayssm.plugins.read_copy import FORMATS
 
 

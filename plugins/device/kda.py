@@ -10,7 +10,6 @@ from torch import Tensor
 from trtllm_replayssm.plugins.device.delta_rule import (
     DeltaShape,
     launch_record,
-    on_vectors,
     pool_tensors,
     strides_of,
     variant,
@@ -18,7 +17,7 @@ from trtllm_replayssm.plugins.device.delta_rule import (
 from trtllm_replayssm.plugins.device.standard import delta_standard
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.kda import KdaAttributes
-from trtllm_replayssm.plugins.launch import Kernel
+from trtllm_replayssm.plugins.launch import Kernel, on_vectors
 from trtllm_replayssm.plugins.read_copy import FORMATS
 
 
@@ -46,7 +45,7 @@ def kda(
     o = torch.empty(rows, tokens, shape.value_heads * shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     strides = strides_of(qkv, f, b, bound)
     dtypes = (qkv.dtype, pools["state"].dtype, pools["ring_v"].dtype)
-    record = launch_record(shape, *dtypes, rows, tokens, strides, on_vectors((qkv, f), bound))
+    record = launch_record(shape, *dtypes, rows, tokens, strides, on_vectors((qkv, f, dt_bias), bound))
     launch(record, (qkv, f, b, A_log, dt_bias, step, *bound), (o, *bound))
     return o
 

@@ -14,7 +14,7 @@ from trtllm_replayssm.plugins.device.mamba2_quantised import quantised_record
 from trtllm_replayssm.plugins.device.mamba2_shape import BLOCK_SHARED_BYTES, shared_bytes, size_macros, step_launch
 from trtllm_replayssm.plugins.device.standard import is_standard, mamba2_standard, warp_rows
 from trtllm_replayssm.plugins.driver import launch
-from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, slot_stride, token_stride
+from trtllm_replayssm.plugins.launch import CUDA_TYPES, Kernel, Launch, Macros, on_vectors, slot_stride, token_stride
 from trtllm_replayssm.plugins.mamba2 import Mamba2Attributes
 from trtllm_replayssm.plugins.quantised_state import LARGEST, SCALE
 from trtllm_replayssm.plugins.read_copy import copy_names
@@ -34,9 +34,13 @@ def launch_record(
     rows: int,
     tokens: int,
     strides: tuple[int, ...],
+    aligned: bool = True,
 ) -> Launch:
     """strides: token strides of xbc and dt, then slot strides of state, ring_x, ring_b, ring_dt and of the read copy's pools or
-    the scale of a quantised state, in elements."""
+    the scale of a quantised state, in elements.
+
+    aligned: xbc and every slot of the pools start on 16 bytes, as tensors of TensorRT and fresh torch tensors do.
+    """
     if state in LARGEST:
         return quantised_record(a, activation, state, ring, rows, tokens, strides)
     shape = (
@@ -46,7 +50,8 @@ def launch_record(
         ("STOCHASTIC", int(a.stochastic_rounding and state.itemsize == 2)),
         ("READ_BITS", read_bits(a)),
     )
-    if not fits_matrix_kernels(a, activation, ring, strides) or not fits_block(a, tokens):
+    vectors = aligned and strides[0] * activation.itemsize % 16 == 0
+    if not vectors or not fits_matrix_kernels(a, activation, ring) or not fits_block(a, tokens):
         return recurrent_record(a, shape, ring, rows, tokens, strides)
     dims = a.head_dim, a.state_size
     if is_standard(a.window, a.ring_rows, tokens) and warp_rows(dims, state) and not read_bits(a):
@@ -75,14 +80,10 @@ def most_entries(a: Mamba2Attributes, tokens: int) -> int:
     return (a.window if a.ring_rows > a.window else a.window - 1) + tokens
 
 
-def fits_matrix_kernels(
-    a: Mamba2Attributes, activation: torch.dtype, ring: torch.dtype, strides: tuple[int, ...]
-) -> bool:
-    """Whether the matrix-product kernels take this case; the plain recurrence takes the others."""
+def fits_matrix_kernels(a: Mamba2Attributes, activation: torch.dtype, ring: torch.dtype) -> bool:
+    """Whether the matrix-product kernels take such a layer; the plain recurrence takes the others."""
     narrow = activation.itemsize == 2 and ring == activation
-    shape = a.head_dim % 16 == 0 and a.head_dim <= 128 and a.state_size in (32, 64, 128, 256)
-    aligned = all(stride % 8 == 0 for stride in (strides[0], *strides[2:]))
-    return narrow and shape and aligned
+    return narrow and a.head_dim % 16 == 0 and a.head_dim <= 128 and a.state_size in (32, 64, 128, 256)
 
 
 def fits_block(a: Mamba2Attributes, tokens: int) -> bool:
@@ -138,7 +139,8 @@ def mamba2(
     behind = [SCALE] if SCALE in pools else copy_names(a.read_dtype)
     bound = tuple(pools[name] for name in ("state", "ring_x", "ring_b", "ring_dt", *behind))
     strides = (token_stride(xbc), token_stride(dt), *map(slot_stride, bound))
-    record = launch_record(a, xbc.dtype, pools["state"].dtype, pools["ring_x"].dtype, rows, tokens, strides)
+    dtypes = (xbc.dtype, pools["state"].dtype, pools["ring_x"].dtype)
+    record = launch_record(a, *dtypes, rows, tokens, strides, on_vectors((xbc,), bound))
     launch(record, (xbc, dt, A_log, dt_bias, D, step, *bound), (y, *bound))
     return y
 

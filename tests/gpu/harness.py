@@ -155,6 +155,12 @@ def to_device(pools: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
+def shifted(x: Tensor, elements: int) -> Tensor:
+    """A copy on the GPU that starts so many elements behind an address on which any access may start."""
+    flat = torch.empty(x.numel() + elements, dtype=x.dtype, device="cuda")
+    return flat[elements:].view(x.shape).copy_(x)
+
+
 def compare(
     run_reference: Callable[[dict[str, Tensor]], Tensor],
     run_device: Callable[[dict[str, Tensor]], Tensor],

@@ -73,8 +73,12 @@ def run_case(
     tolerances: dict[str, float] | None = None,
     plans: list[harness.RowPlan] | None = None,
     spoilt: bool = False,
+    shift: tuple[int, int] = (0, 0),
 ) -> dict[str, float]:
-    """spoilt: rows fold their histories, and tokens of some are no numbers; compares what these must not reach."""
+    """spoilt: rows fold their histories, and tokens of some are no numbers; compares what these must not reach.
+
+    shift: elements by which activations and dt_bias begin off an aligned address.
+    """
     attributes, (key_dim, value_dim), value_heads = case.attributes, case.dims, case.heads[1]
     key_heads = case.heads[0] if case.layer == "gated_delta" else value_heads
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
@@ -102,7 +106,8 @@ def run_case(
         return getattr(reference, name)(attributes, *(x.double() for x in inputs), A_log, dt_bias, step, p)[compared]
 
     def run_device(p):
-        return device(attributes, *(x.cuda() for x in inputs), A_log.cuda(), dt_bias.cuda(), step.cuda(), p)[compared]
+        moved = (harness.shifted(x, shift[0]) for x in inputs)
+        return device(attributes, *moved, A_log.cuda(), harness.shifted(dt_bias, shift[1]), step.cuda(), p)[compared]
 
     rings = [name for name in pools if name.startswith("ring_")]
     return harness.compare(run_reference, run_device, pools, tolerances, rings if spoilt else ())
@@ -287,6 +292,13 @@ def test_a_copy_leaves_the_checkpoint_alone(layer, read):
                 assert torch.equal(pools[1][n].cpu().view(torch.uint8), want.view(torch.uint8))
         committed, folded = committed + rng.randint(1, 4), fold_to
     assert folds > length // 16
+
+
+@pytest.mark.parametrize("shift", [(4, 0), (0, 1)], ids=["activations", "dt_bias"])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize(("tokens", "window"), [(1, 1), (1, 16), (4, 16), (40, 16)])
+def test_inputs_that_no_vector_may_start_at(layer, tokens, window, shift):
+    run_case(Case(layer, tokens, window=window, draft=3 if tokens == 4 else 0), shift=shift)
 
 
 @pytest.mark.parametrize("read", ["same", *FORMATS])

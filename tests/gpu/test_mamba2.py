@@ -28,8 +28,13 @@ def make_ring(generator: torch.Generator, name: str, shape: tuple[int, ...]) -> 
     return torch.randn(shape, generator=generator)
 
 
-def run_case(shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0, read_dtype="same", spoilt=False):
-    """spoilt: rows fold their histories, and tokens of some are no numbers; compares what these must not reach."""
+def run_case(
+    shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0, read_dtype="same", spoilt=False, shift=0
+):
+    """spoilt: rows fold their histories, and tokens of some are no numbers; compares what these must not reach.
+
+    shift: elements by which activations begin off an aligned address.
+    """
     activation, state = dtypes
     heads, head_dim, state_size, groups = shape
     ring_rows = window + (draft + 1 if draft else 0)
@@ -59,7 +64,7 @@ def run_case(shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0,
 
     def run_device(p):
         weights = (w.cuda() for w in (A_log, dt_bias, D))
-        return device.mamba2(attributes, *parts(wide.cuda()), *weights, step.cuda(), p)[compared]
+        return device.mamba2(attributes, *parts(harness.shifted(wide, shift)), *weights, step.cuda(), p)[compared]
 
     rings = [name for name in pools if name.startswith("ring_")]
     return harness.compare(run_reference, run_device, pools, ignored=rings if spoilt else ())
@@ -75,6 +80,14 @@ def test_dtypes(tokens, dtypes):
 @pytest.mark.parametrize("tokens", [1, 8, 33])
 def test_shapes(shape, tokens):
     run_case(shape, tokens, 16, (BF16, FP32), draft=7 if tokens == 8 else 0)
+
+
+@pytest.mark.parametrize("read_dtype", ["same", "nvfp4"])
+@pytest.mark.parametrize(("tokens", "window"), [(1, 1), (1, 16), (4, 16), (40, 16)])
+def test_activations_that_no_vector_may_start_at(tokens, window, read_dtype):
+    run_case(
+        (4, 64, 128, 2), tokens, window, (BF16, FP32), draft=3 if tokens == 4 else 0, read_dtype=read_dtype, shift=4
+    )
 
 
 @pytest.mark.parametrize("read_dtype", ["same", "nvfp4"])

@@ -41,6 +41,18 @@ def test_advance_equals_reference(tokens, window):
 @pytest.mark.parametrize("tokens", [1, 5, 16, 200])
 @pytest.mark.parametrize("kernel,channels,bias", [(4, 6144, True), (4, 70, False), (3, 96, True), (2, 4, True)])
 def test_causal_conv(dtype, tokens, kernel, channels, bias):
+    run_conv(dtype, tokens, kernel, channels, bias)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_causal_conv_of_channels_that_no_vector_may_start_at(first, tokens, dtype):
+    run_conv(dtype, tokens, 4, 64, True, first)
+
+
+def run_conv(dtype, tokens, kernel, channels, bias, first=0):
+    """first: where x begins in its wider tokens."""
     rng, generator, rows = random.Random(tokens), torch.Generator().manual_seed(tokens), 9
     verify = tokens if tokens <= 16 else 1
     attributes = CausalConvAttributes(channels, kernel, kernel - 1 + verify)
@@ -55,17 +67,22 @@ def test_causal_conv(dtype, tokens, kernel, channels, bias):
     for plan in plans:
         for p in range(max(0, plan.committed - kernel + 1), plan.committed):
             pool[plan.slot, p % attributes.conv_rows] = torch.randn(channels, generator=generator).to(dtype)
-    wide = harness.poison_padding(torch.randn(rows, tokens, channels + 6, generator=generator).to(dtype), plans)
+    wide = harness.poison_padding(torch.randn(rows, tokens, channels + 8, generator=generator).to(dtype), plans)
     weight = torch.randn(channels, kernel, generator=generator).to(dtype)
     shift = torch.randn(channels, generator=generator).to(dtype) if bias else None
-    step, x = harness.step_tensor(plans), wide[..., :channels]
+    step, x = harness.step_tensor(plans), wide[..., first : first + channels]
 
     def run_reference(pools):
         shift64 = None if shift is None else shift.double()
         return reference_conv.causal_conv(attributes, x.double(), weight.double(), shift64, step, pools["conv_ring"])
 
     def run_device(pools):
-        parts = (wide.cuda()[..., :channels], weight.cuda(), None if shift is None else shift.cuda(), step.cuda())
+        parts = (
+            wide.cuda()[..., first : first + channels],
+            weight.cuda(),
+            None if shift is None else shift.cuda(),
+            step.cuda(),
+        )
         return device_conv.causal_conv(attributes, *parts, pools["conv_ring"])
 
     harness.compare(run_reference, run_device, {"conv_ring": pool}, {"conv_ring": 0.0})
