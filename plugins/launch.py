@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_replayssm.errors import EngineError
+
+#: Most blocks along each axis of a grid, the same on every GPU (CUDA programming guide, "Technical Specifications per Compute
+#: Capability"), and the largest integer that a kernel takes.
+MOST_BLOCKS, MOST_INTEGER = (2**31 - 1, 65535, 65535), 2**31 - 1
 #: Names of the element types in the kernels' sources.
 CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Names and values that fix sizes, element types and token range of a variant.
@@ -38,11 +43,25 @@ class Launch:
     The parameters are, in order: the input addresses, ``integers`` as int32, the output addresses. A pool that the kernel
     updates is both an input and an output, and is passed in both places. This is the order in which TensorRT's
     ahead-of-time plugins pass them. A plugin's shared memory is static (48 KB at most), and no launch attribute is needed.
+
+    Raises EngineError for a grid or an integer that no GPU and no kernel takes.
     """
 
     kernel: Kernel
     grid: tuple[int, int, int]
     integers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(blocks > most for blocks, most in zip(self.grid, MOST_BLOCKS, strict=True)):
+            raise EngineError(
+                f"a launch of the kernel {self.kernel.symbol} needs {self.grid} blocks, and a GPU takes {MOST_BLOCKS}",
+                "let fewer requests and tokens run together (--max_batch_size, --max_num_tokens)",
+            )
+        if max(self.integers, default=0) > MOST_INTEGER:
+            raise EngineError(
+                f"the kernel {self.kernel.symbol} counts up to {MOST_INTEGER}, and is given {max(self.integers)}",
+                "a request's tensors are too large: build with a smaller --max_seq_len",
+            )
 
 
 def slot_stride(pool: torch.Tensor) -> int:

@@ -5,7 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(128)
     elementwise(const ACT* x, const Y* y, int width, int x_stride, int y_stride, ACT* out) {
-    const int channel = (blockIdx.x * 128 + threadIdx.x) * VECTOR, token = blockIdx.y;
+    const int channel = (blockIdx.y * 128 + threadIdx.x) * VECTOR, token = blockIdx.x;
     if (channel >= width) return;
     auto value = *reinterpret_cast<const vec<ACT, VECTOR>*>(x + i64(token) * x_stride + channel);
     vec<Y, VECTOR> gate = {};

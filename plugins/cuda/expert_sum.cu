@@ -7,7 +7,7 @@ typedef vec<ACT, VECTOR> Channels;
 
 extern "C" __global__ void __launch_bounds__(128)
     expert_sum(const ACT* products, const float* weights, ACT* out) {
-    const int channel = (blockIdx.x * 128 + threadIdx.x) * VECTOR, token = blockIdx.y;
+    const int channel = (blockIdx.y * 128 + threadIdx.x) * VECTOR, token = blockIdx.x;
     if (channel >= WIDTH) return;
     float sum[VECTOR] = {};
 #pragma unroll 4

@@ -6,7 +6,7 @@
 extern "C" __global__ void __launch_bounds__(128)
     rope(const ACT* x, const float* cosines, const float* sines, int tokens, int x_stride, ACT* y) {
     constexpr int HALF = DIM / 2, ITEMS = HALF + WIDTH - DIM;
-    const int at = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    const int at = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
     if (at >= HEADS * ITEMS) return;
     const int head = at / ITEMS, item = at % ITEMS;
     const ACT* from = x + i64(token) * x_stride + head * WIDTH;

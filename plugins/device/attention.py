@@ -50,7 +50,7 @@ def rope(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor
     dim, flat = 2 * cosines.shape[-1], x.flatten(2)
     y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=x.device)
     kernel = rope_kernel(x.dtype, heads, width, dim, interleaved)
-    grid = (-(-heads * (width - dim // 2) // 128), rows * tokens, 1)
+    grid = (rows * tokens, -(-heads * (width - dim // 2) // 128), 1)
     launch(Launch(kernel, grid, (tokens, token_stride(flat))), (flat, cosines, sines), (y,))
     return y
 

@@ -25,7 +25,7 @@ def run(x: Tensor, gate: Tensor | None, kernel: Kernel) -> Tensor:
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     vector = int(dict(kernel.defines)["VECTOR"])
     strides = (x.stride(0), x.stride(0) if gate is None else gate.stride(0))
-    launch(Launch(kernel, (-(-width // (128 * vector)), tokens, 1), (width, *strides)), (x, gate), (out,))
+    launch(Launch(kernel, (tokens, -(-width // (128 * vector)), 1), (width, *strides)), (x, gate), (out,))
     return out
 
 

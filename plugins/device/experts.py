@@ -145,7 +145,7 @@ def weighted_sum(products: Tensor, weights: Tensor) -> Tensor:
     (tokens, top_k), width = weights.shape, products.shape[1]
     out = torch.empty(tokens, width, dtype=products.dtype, device=products.device)
     kernel = sum_kernel(products.dtype, width, top_k)
-    grid = (-(-width // (128 * int(dict(kernel.defines)["VECTOR"]))), tokens, 1)
+    grid = (tokens, -(-width // (128 * int(dict(kernel.defines)["VECTOR"]))), 1)
     launch(Launch(kernel, grid), (products, weights), (out,))
     return out
 
