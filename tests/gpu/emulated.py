@@ -22,11 +22,14 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
             "4-70-False-16-torch.float32",
             "4-70-False-200-torch.float16",
         ),
+        "test_causal_conv_of_channels_that_no_vector_may_start_at": ("2-5-torch.bfloat16",),
     },
     "test_mamba2": {
         "test_dtypes": ("1-dtypes0", "4-dtypes1", "1-dtypes2", "16-dtypes4", "4-dtypes5"),
         "test_shapes": ("8-(4, 128, 128, 2)", "1-(4, 64, 256, 2)", "33-(3, 24, 40, 3)"),
         "test_windows": ("1-1", "2-64"),
+        "test_activations_that_no_vector_may_start_at": ("4-16-same",),
+        "test_tokens_that_are_no_numbers_leave_the_checkpoint_alone": ("4-dtypes0-same", "9-dtypes1-nvfp4"),
         "test_copies": (
             "1-(torch.bfloat16, torch.float32)-fp8",
             "1-(torch.bfloat16, torch.float32)-nvfp4",
@@ -54,10 +57,13 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_tokens": ("1-gated_delta", "2-kda", "4-gated_delta", "8-kda bounded", "16-gated_delta", "16-kda"),
         "test_dtypes": ("1-kda-dtypes1", "5-gated_delta-dtypes3", "20-gated_delta-dtypes4"),
         "test_shapes": ("6-gated_delta-(192, 192)", "1-kda-(256, 96)", "6-kda-(24, 40)", "19-gated_delta-(96, 96)"),
+        "test_long_verify_steps_of_wide_keys": ("9-kda-(160, 64)", "16-gated_delta-(192, 128)"),
         "test_windows": ("gated_delta-64", "kda-1"),
+        "test_inputs_that_no_vector_may_start_at": ("1-1-kda-dt_bias",),
         "test_derived_fold": ("1-gated_delta", "4-kda", "20-gated_delta"),
         "test_read_copies": ("1-gated_delta-nvfp4", "4-kda-fp8", "16-gated_delta-fp8", "2-kda-nvfp4"),
         "test_read_copies_of_other_shapes": ("1-kda-(128, 40)-fp8",),
+        "test_read_copies_of_hardly_open_gates": ("1-gated_delta-torch.float16-fp8",),
     },
     "test_full_grids": {
         "test_two_heads_a_block": ("1-torch.bfloat16-same", "4-torch.float32-fp8", "1-torch.float32-nvfp4"),
@@ -66,6 +72,7 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
             "1-(torch.bfloat16, torch.float32)-same",
             "4-(torch.float16, torch.float16)-fp8",
         ),
+        "test_inputs_that_leave_shared_memory_no_tile": ("256-16-nvfp4",),
     },
     "test_delta_prefill": {
         "test_shapes": (

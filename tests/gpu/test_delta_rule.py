@@ -10,7 +10,6 @@ import harness
 import pytest
 import torch
 
-from trtllm_replayssm.plugins.device import delta_rule
 from trtllm_replayssm.plugins.device import gated_delta as device_gated_delta
 from trtllm_replayssm.plugins.device import kda as device_kda
 from trtllm_replayssm.plugins.gated_delta import GatedDeltaAttributes
@@ -140,15 +139,6 @@ def test_shapes(layer, tokens, dims):
 def test_long_verify_steps_of_wide_keys(layer, tokens, dims):
     """Whose x a warp multiplies in groups of tokens, since registers do not hold all."""
     run_case(Case(layer, tokens, dims, draft=tokens - 1))
-
-
-@pytest.mark.parametrize(
-    ("value_dim", "window", "read"), [(256, 16, "nvfp4"), (256, 16, "fp8"), (256, 24, "same"), (192, 30, "same")]
-)
-def test_inputs_that_leave_shared_memory_no_tile(value_dim, window, read, monkeypatch):
-    """Of long verify steps of whole heads, as a batch that fills the GPU has them."""
-    monkeypatch.setattr(delta_rule, "FULL_GRID", 1)
-    run_case(Case("gated_delta", 16, (128, value_dim), window=window, draft=15, read=read))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (1, 4), (3, 6), (2, 16)], ids=str)

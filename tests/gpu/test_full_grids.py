@@ -61,3 +61,12 @@ def test_blocks_of_several_heads(tokens, dtypes, read, launched):
     """A block takes all heads of a group that fit."""
     test_mamba2.run_case((8, 64, 128, 2), tokens, 16, dtypes, draft=tokens - 1, rows=ROWS, read_dtype=read)
     assert launched[0].integers[-1] > 1
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "window", "read"), [(256, 16, "nvfp4"), (256, 16, "fp8"), (256, 24, "same"), (192, 30, "same")]
+)
+def test_inputs_that_leave_shared_memory_no_tile(value_dim, window, read, launched):
+    """Of long verify steps: the product with the state takes it from memory."""
+    test_delta_rule.run_case(Case("gated_delta", 16, (128, value_dim), window=window, draft=15, rows=6, read=read))
+    assert dict(launched[0].kernel.defines)["SPLIT"] == 1
