@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (MODE == 0) gate = *reinterpret_cast<const vec<Y, VECTOR>*>(y + i64(token) * y_stride + channel);
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) {
-        const float a = to_float(value.v[v]), b = to_float(gate.v[v]), positive = fmaxf(a, 0.0f);
+        const float a = to_float(value.v[v]), b = to_float(gate.v[v]), positive = positive_part(a);
         value.v[v] = from_float<ACT>(MODE == 1 ? positive * positive : a * (SIGMOID ? sigmoid(b) : silu(b)));
     }
     *reinterpret_cast<vec<ACT, VECTOR>*>(out + i64(token) * width + channel) = value;

@@ -36,7 +36,7 @@ __device__ __forceinline__ int weight_row(int first, int row) {
 }
 
 __device__ __forceinline__ float activated(float x) {
-    const float positive = fmaxf(x, 0.0f);
+    const float positive = positive_part(x);
     return ACTIVATION == 1 ? positive * positive : x;
 }
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ float softened(float x, float limit) { return isinf(l
 
 __device__ __forceinline__ float gated(float gate, float factor) {
     if (ACTIVATION == 4) return softened(gate, GATE_LIMIT) * sigmoid(gate) * softened(factor, LIMIT);
-    const float open = ACTIVATION == 3 ? silu(fminf(gate, GATE_LIMIT)) : fminf(silu(gate), GATE_LIMIT);
-    return open * fmaxf(fminf(factor, LIMIT), -LIMIT);
+    const float open = ACTIVATION == 3 ? silu(min_or_nan(gate, GATE_LIMIT)) : min_or_nan(silu(gate), GATE_LIMIT);
+    return open * clamped(factor, -LIMIT, LIMIT);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)

@@ -164,8 +164,8 @@ struct StepMaker {
 #pragma unroll
         for (int b = 0; b < PER_LANE; ++b) {
             // Without a branch, so that both entries' functions run side by side.
-            const float x = raw[b] + bias, curved = log1pf(expf(fminf(x, 20.0f)));
-            const float step = fminf(fmaxf(x > 20.0f ? x : curved, DT_MIN), DT_MAX);
+            const float x = raw[b] + bias, curved = log1pf(expf(min_or_nan(x, 20.0f)));
+            const float step = clamped(x > 20.0f ? x : curved, DT_MIN, DT_MAX);
             raw[b] = int(lane) + 32 * b >= chunk.count ? 0.0f : chunk.tokens ? step : raw[b];
         }
     }

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS_AN_SM / THREADS)
                     step_size = ring_dt[dt_base + (row.folded + first + lane) % RING_ROWS];
                 } else {
                     const float raw = softplus(to_float(dt[(i64(blockIdx.y) * tokens + token) * dt_stride + head]) + bias);
-                    step_size = fminf(fmaxf(raw, DT_MIN), DT_MAX);
+                    step_size = clamped(raw, DT_MIN, DT_MAX);
                     if (appends) ring_dt_out[dt_base + (row.committed + token) % RING_ROWS] = step_size;
                 }
             }

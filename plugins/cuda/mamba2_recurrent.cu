@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             const ACT* x_token = xbc + token * xbc_stride;
             const ACT* b_token = x_token + INNER + group * STATE_SIZE;
             const float raw = softplus(to_float(dt[token * dt_stride + head]) + bias);
-            const float step_size = fminf(fmaxf(raw, DT_MIN), DT_MAX), decay = expf(A * step_size);
+            const float step_size = clamped(raw, DT_MIN, DT_MAX), decay = expf(A * step_size);
             const float x = to_float(x_token[unit]), scaled = step_size * x;
             const int at = (row.committed + i) % RING_ROWS;
             float sum = 0.0f;

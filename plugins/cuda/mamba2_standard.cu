@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
     Rows::load_columns(c, token + INNER + (GROUPS + group) * STATE_SIZE, lane);
     load_vector<Rows::HELD>(token + warp.held(), x);
     const float raw = softplus(to_float(dt[i64(blockIdx.y) * dt_stride + head]) + dt_bias[head]);
-    const float step_size = fminf(fmaxf(raw, DT_MIN), DT_MAX), decay = expf(-expf(A_log[head]) * step_size);
+    const float step_size = clamped(raw, DT_MIN, DT_MAX), decay = expf(-expf(A_log[head]) * step_size);
     const float skip = lane % Rows::LANES == 0 ? D[head] : 0.0f;
     const RandomSource random = {step, int(blockIdx.y)};
 #pragma unroll

@@ -78,7 +78,7 @@ struct RequestedSteps {
             if (at >= heads.count * ENTRY_ROWS) continue;
             float step = dt[i];
             if (j >= seq.history && j < seq.length) {
-                step = fminf(fmaxf(softplus(dt[i] + bias[i]), DT_MIN), DT_MAX);
+                step = clamped(softplus(dt[i] + bias[i]), DT_MIN, DT_MAX);
                 if (ring.appends) ring.dt[(heads.first + h) * RING_ROWS + seq.ring_row(j)] = step;
             }
             out.dt[h][j] = step;

@@ -1,5 +1,6 @@
 // Scalar functions of the gates, in float32.
 #pragma once
+#include "ptx/arithmetic.cuh"
 #include "types.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -8,6 +9,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+// Of these, and of silu and softplus, what is not a number stays so.
+__device__ __forceinline__ float clamped(float x, float low, float high) { return min_or_nan(max_or_nan(x, low), high); }
+__device__ __forceinline__ float positive_part(float x) { return max_or_nan(x, 0.0f); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

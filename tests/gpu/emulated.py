@@ -29,6 +29,12 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_shapes": ("8-(4, 128, 128, 2)", "1-(4, 64, 256, 2)", "33-(3, 24, 40, 3)"),
         "test_windows": ("1-1", "2-64"),
         "test_activations_that_no_vector_may_start_at": ("4-16-same",),
+        "test_time_steps_that_are_no_numbers_are_not_hidden": (
+            "(4, 64, 128, 2)-1-1",
+            "(4, 64, 128, 2)-1-16",
+            "(4, 64, 128, 2)-33-16",
+            "(3, 24, 40, 3)-2-8",
+        ),
         "test_tokens_that_are_no_numbers_leave_the_checkpoint_alone": ("4-dtypes0-same", "9-dtypes1-nvfp4"),
         "test_copies": (
             "1-(torch.bfloat16, torch.float32)-fp8",

@@ -70,6 +70,9 @@ def test_gates(dtype, width):
     assert relative_error(elementwise.gated(x, gate, False), x.double() * F.silu(gate.double())) < TOLERANCE[dtype]
     assert relative_error(elementwise.gated(x, gate, True), x.double() * gate.double().sigmoid()) < TOLERANCE[dtype]
     assert relative_error(elementwise.relu2(x), F.relu(x.double()).square()) < TOLERANCE[dtype]
+    x[1, 3], gate[2, 4] = NAN, NAN
+    gated, squared = elementwise.gated(x, gate, False), elementwise.relu2(x)
+    assert gated.isnan().nonzero().tolist() == [[1, 3], [2, 4]] and squared.isnan().nonzero().tolist() == [[1, 3]]
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
@@ -248,6 +251,10 @@ def test_experts(tokens, count, top_k, activation, limits, dtype):
         want += weights[:, j, None] * torch.einsum("tf,tdf->td", hidden, down.double()[chosen])
     assert relative_error(out, want) < 2 * TOLERANCE[dtype]
     assert torch.equal(out, experts.experts(x, indices, weights, up, down, activation, limits))
+    # What is no number passes every activation and every limit.
+    x[-1, 0] = NAN
+    out = experts.experts(x, indices, weights, up, down, activation, limits)
+    assert out[-1].isnan().all() and not out[:-1].isnan().any()
 
 
 def gated(gate, factor, activation, limits):

@@ -29,11 +29,23 @@ def make_ring(generator: torch.Generator, name: str, shape: tuple[int, ...]) -> 
 
 
 def run_case(
-    shape, tokens, window, dtypes, rows=24, seed=0, decay=1.0, draft=0, read_dtype="same", spoilt=False, shift=0
+    shape,
+    tokens,
+    window,
+    dtypes,
+    rows=24,
+    seed=0,
+    decay=1.0,
+    draft=0,
+    read_dtype="same",
+    spoilt=False,
+    shift=0,
+    lost=False,
 ):
     """spoilt: rows fold their histories, and tokens of some are no numbers; compares what these must not reach.
 
-    shift: elements by which activations begin off an aligned address.
+    shift: elements by which activations begin off an aligned address. lost: the time step of one head is no number in the first
+    token of every third row.
     """
     activation, state = dtypes
     heads, head_dim, state_size, groups = shape
@@ -51,6 +63,8 @@ def run_case(
     # Slices of one wider tensor, as the input projection leaves them.
     wide = torch.randn(rows, tokens, width + -(-heads // 8) * 8 + 5 * 16, generator=generator).to(activation)
     wide = harness.spoil(wide, plans) if spoilt else harness.poison_padding(wide, plans)
+    if lost:
+        wide[::3, 0, width + 1] = float("nan")
     compared = harness.sound_rows(plans) if spoilt else slice(None)
     A_log = (torch.rand(heads, generator=generator) * 4 - 2) * decay
     dt_bias, D = (torch.randn(heads, generator=generator) for _ in range(2))
@@ -96,6 +110,22 @@ def test_activations_that_no_vector_may_start_at(tokens, window, read_dtype):
 def test_tokens_that_are_no_numbers_leave_the_checkpoint_alone(tokens, dtypes, read_dtype):
     """Before they are folded: drafts may be dropped. Nor do they reach other rows."""
     run_case((4, 64, 128, 2), tokens, 16, dtypes, draft=tokens - 1, read_dtype=read_dtype, spoilt=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "window"),
+    [
+        ((4, 64, 128, 2), 1, 1),
+        ((4, 64, 128, 2), 1, 16),
+        ((4, 64, 128, 2), 4, 16),
+        ((4, 64, 128, 2), 33, 16),
+        ((3, 24, 40, 3), 2, 8),
+    ],
+    ids=str,
+)
+def test_time_steps_that_are_no_numbers_are_not_hidden(shape, tokens, window):
+    """By their bounds: the outputs and the state of that head are no numbers either, and those of others are."""
+    run_case(shape, tokens, window, (BF16, FP32), draft=tokens - 1 if 1 < tokens < window else 0, lost=True)
 
 
 @pytest.mark.parametrize("window", [1, 4, 16, 32, 64])

@@ -20,6 +20,12 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
+// The smaller one; what is not a number wins.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+    return smaller;
+}
 // Products of two pairs of float16.
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     u32 product;
