@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +29,11 @@ from trtllm_replayssm.runtime.stepping import SteppingThread
 from trtllm_replayssm.triton import MODEL_FILE_VARIABLE, ranks, serving
 from trtllm_replayssm.triton.asks import Ask
 from trtllm_replayssm.triton.delivery import Delivery
-from trtllm_replayssm.triton.installation import Installation
 from trtllm_replayssm.triton.openai.chat import ChatTemplate
 from trtllm_replayssm.triton.options import ServingOptions
 from trtllm_replayssm.triton.replies import Reply, Tensors, Times
 from trtllm_replayssm.triton.repository import is_repository, write_repository
-from trtllm_replayssm.triton.server import Ports, TritonServer, choose_ports
+from trtllm_replayssm.triton.server import choose_ports
 
 PATIENCE = 30
 
@@ -135,33 +135,6 @@ def test_parameters_that_cannot_be(parameters: dict[str, str], reason: str) -> N
         ServingOptions.from_parameters(parameters)
 
 
-def test_reason_of_a_server_that_does_not_know_an_option(tmp_path: Path) -> None:
-    """It says so first, and then all that it knows."""
-    program = tmp_path / "tritonserver"
-    program.write_text("""#!/bin/sh\necho "$0: unrecognized option '--nonsense'"\nseq 400\necho\nexit 1\n""")
-    program.chmod(0o755)
-    with TritonServer(Installation(program), tmp_path / "models", Ports("127.0.0.1", 1, 1, 1)) as server:
-        with pytest.raises(EngineError, match="could not start: unrecognized option '--nonsense'"):
-            server.wait_until_ready(PATIENCE)
-
-
-def test_what_a_server_said_before_it_was_ready_is_no_reason_for_its_end(tmp_path: Path) -> None:
-    """The model of this one has never been there."""
-    program = tmp_path / "tritonserver"
-    program.write_text("""#!/bin/sh\necho 'E0101 00:00:00.0 1 x.cc:1] "no GPU"'\nexec sleep 60\n""")
-    program.chmod(0o755)
-    with TritonServer(
-        Installation(program), tmp_path / "models", Ports("127.0.0.1", 1, 1, 1), exit_timeout=0
-    ) as server:
-        while not server.lines:
-            time.sleep(0.01)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "is_ready", lambda: True)
-            server.wait_until_ready(PATIENCE)
-        assert not server.lives()
-        assert server.reason() == "the process of its model has ended"
-
-
 # ---- keeping a server ------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +147,7 @@ class Mortal:
     def lives(self) -> bool:
         return self.started > self.deaths
 
-    def restart(self, seconds: float) -> None:
+    def restart(self, seconds: float, stopped: Callable[[], bool]) -> None:
         self.started += 1
 
     def reason(self) -> str:

@@ -6,15 +6,13 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +23,17 @@ from urllib.request import urlopen
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
 from trtllm_replayssm.triton.installation import Installation
+from trtllm_replayssm.triton.log import ServerLog
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the server gets to end after those that running requests get.
-KILL_AFTER = 10.0
-#: Seconds in which a model that has lost a rank may tell its clients.
-LAST_WORDS = 5.0
+#: Seconds that the server gets to end after those that running requests get. It gives up by itself then, and may hang.
+KILL_AFTER = 2.0
+#: Seconds in which a model that has lost a rank may tell its clients, and in which a server without its model may hand on what
+#: that has told.
+LAST_WORDS, HANDED_ON = 5.0, 2.0
 HOST_HINT = "give an address of this machine, or 0.0.0.0 for all of them"
-#: Lines of the server's log that are kept for an explanation.
-KEPT_LINES = 1000
+LOG_HINT = "add --log_level debug to see the server's log"
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
 
@@ -109,7 +108,7 @@ class TritonServer:
         #: When a rank was first missed, in seconds of the monotonic clock.
         self.missed: float | None = None
         self.environment = {**os.environ, **installation.environment, MODEL_FILE_VARIABLE: str(self.model_file)}
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.log = ServerLog()
         self.command = [
             str(installation.executable),
             f"--model-repository={repository}",
@@ -129,7 +128,8 @@ class TritonServer:
         """Raises UserError when the program cannot be run."""
         log.debug("%s", " ".join(self.command))
         self.model_file.unlink(missing_ok=True)
-        self.missed = None
+        self.missed, self.closed = None, False
+        self.log.clear()
         try:
             # In a session of its own: signals of the terminal come to us alone, and we end it in good order.
             self.process = subprocess.Popen(
@@ -159,14 +159,19 @@ class TritonServer:
     def read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+            self.log.add(line)
             if self.verbose:
                 print(line, end="", file=sys.stderr, flush=True)
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """Raises EngineError with the server's reason when it ends before it is ready, or takes too long."""
+    def wait_until_ready(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
+        """stopped: whether nobody wants it any more; it is not waited for then.
+
+        Raises EngineError with the server's reason when it ends before it is ready, or takes too long.
+        """
         deadline = time.monotonic() + seconds
         while not self.is_ready():
+            if stopped():
+                return
             if self.process.poll() is not None:
                 self.reader.join(1)
                 raise EngineError(f"the Triton server could not start: {self.reason()}", LOG_HINT)
@@ -174,7 +179,7 @@ class TritonServer:
                 raise EngineError(f"the Triton server was not ready after {seconds:g} seconds", LOG_HINT)
             time.sleep(0.1)
         # What it said on its way is no reason for an end that comes later.
-        self.lines.clear()
+        self.log.clear()
 
     def is_ready(self) -> bool:
         try:
@@ -185,14 +190,26 @@ class TritonServer:
 
     def reason(self) -> str:
         """Why it ended, by its log."""
-        text = "\n".join(self.lines)
-        for pattern in REASONS:
-            if found := re.findall(pattern, text, re.MULTILINE):
-                return str(found[-1]).strip()
-        if self.process.poll() is None:
+        status = self.process.poll()
+        if told := self.log.reason():
+            return told
+        if status is None:
             return f"{'the process' if self.missed is None else 'a rank'} of its model has ended"
-        said = [line for line in self.lines if line.strip()]
-        return said[-1] if said else f"it ended with status {self.process.returncode} without a word"
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
+        return self.log.last_words() or f"it ended with status {status} without a word"
+
+    def missing(self) -> str:
+        """What has ended, or is not there yet: "server", "model" or "rank"; empty when everything runs."""
+        if self.process.poll() is not None:
+            return "server"
+        try:
+            model, *ranks = self.model_file.read_text().split()
+        except OSError:
+            return "model"
+        if has_ended(model):
+            return "model"
+        return "rank" if any(map(has_ended, ranks)) else ""
 
     def lives(self) -> bool:
         """Whether the server runs, and the model in it: Triton does not start a model's process a second time.
@@ -200,30 +217,31 @@ class TritonServer:
         A model that loses a rank tells its clients and ends. One that is still there after ``LAST_WORDS`` seconds cannot,
         and counts as ended.
         """
-        if self.process.poll() is not None:
-            return False
-        try:
-            model, *ranks = self.model_file.read_text().split()
-        except OSError:
-            return False
-        if has_ended(model):
-            return False
-        if self.missed is None and any(map(has_ended, ranks)):
+        missing = self.missing()
+        if missing == "rank" and self.missed is None:
             self.missed = time.monotonic()
-        return self.missed is None or time.monotonic() < self.missed + LAST_WORDS
+        return not missing or (missing == "rank" and time.monotonic() < (self.missed or 0) + LAST_WORDS)
 
-    def restart(self, seconds: float) -> None:
-        """End what is left of it, and start it again with the same ports. Raises EngineError as wait_until_ready does."""
+    def restart(self, seconds: float, stopped: Callable[[], bool]) -> None:
+        """End what is left of it, and start it again with the same ports. stopped and errors: see wait_until_ready."""
         self.close()
-        self.start()
-        self.wait_until_ready(seconds)
+        if not stopped():
+            self.start()
+            self.wait_until_ready(seconds, stopped)
 
     def close(self) -> None:
-        """End the server and every process that it started, and remove what they leave in shared memory."""
+        """End the server and every process that it started, and remove what they leave in shared memory.
+
+        Requests get ``exit_timeout`` seconds to end. Where the model is lost, or still being loaded, none can.
+        """
+        if self.closed:
+            # The number of its group may be another's by now.
+            return
         try:
             if self.process.poll() is None:
+                patience = HANDED_ON if self.missing() else self.exit_timeout + KILL_AFTER
                 self.process.send_signal(signal.SIGTERM)
-                self.process.wait(self.exit_timeout + KILL_AFTER)
+                self.process.wait(patience)
         except subprocess.TimeoutExpired:
             log.debug("the Triton server did not end by itself and was killed")
         finally:
@@ -232,16 +250,7 @@ class TritonServer:
         self.reader.join(1)
         for left in SHARED_MEMORY.glob(f"*{self.prefix}*"):
             left.unlink(missing_ok=True)
-
-
-#: What tells why a server ended, the plainest first.
-REASONS = (
-    r"failed to load .*?: Internal: (?:TritonModelException: )?(.*?)(?:\\n|\"$)",
-    r"^error: (.*)",
-    r"^\S+: ((?:unrecognized|ambiguous|invalid) option .*|option .*)",
-    r"^E\d.*?\] \"?(.*?)\"?$",
-)
-LOG_HINT = "add --log_level debug to see the server's log"
+        self.closed = True
 
 
 def has_ended(pid: str) -> bool:

@@ -86,7 +86,9 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
     from trtllm_replayssm.triton.openai.app import Front
     from trtllm_replayssm.triton.openai.backend import Backend
 
-    backend = Backend(f"{server.ports.local}:{server.ports.grpc}")
+    backend = Backend(
+        f"{server.ports.local}:{server.ports.grpc}", lives=lambda: not stop.is_set() and not server.missing()
+    )
     # A handler ends when its client leaves, and its requests with it.
     runner = web.AppRunner(
         Front(engine, deployment.model, backend).app(),
@@ -99,6 +101,8 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
         await web.TCPSite(runner, deployment.host, openai_port).start()
         announce(server.ports, openai_port, deployment.model)
         await watch(server, stop, deployment.startup_timeout)
+        # Before the front, which can tell its clients then what has become of their requests.
+        await asyncio.to_thread(server.close)
     finally:
         await runner.cleanup()
         await backend.close()
@@ -120,7 +124,9 @@ async def watch(server: TritonServer, stop: asyncio.Event, startup_timeout: floa
                     LOG_HINT,
                 )
             log.warning("the Triton server or its model has ended (%s) and is started again", server.reason())
-            await asyncio.to_thread(server.restart, startup_timeout)
+            await asyncio.to_thread(server.restart, startup_timeout, stop.is_set)
+            if stop.is_set():
+                return
             restarted = time.monotonic()
             log.info("ready again")
         try:

@@ -121,7 +121,3 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-
-
-def error_body(message: str, kind: str, status: int) -> Json:
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -18,9 +17,10 @@ from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.engine_config import EngineConfig
 from trtllm_replayssm.runtime.sampling import MASK64, SamplingParams
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
-from trtllm_replayssm.triton.openai.answers import Chat, Completion, Form, Json, error_body, joined, usage
-from trtllm_replayssm.triton.openai.backend import Backend, BackendError, Piece
+from trtllm_replayssm.triton.openai.answers import Chat, Completion, Form, Json, joined, usage
+from trtllm_replayssm.triton.openai.backend import Backend, Piece
 from trtllm_replayssm.triton.openai.chat import ChatTemplate
+from trtllm_replayssm.triton.openai.failures import Failure, NotFoundError, failures
 from trtllm_replayssm.triton.openai.protocol import (
     CHAT,
     COMPLETION,
@@ -33,14 +33,8 @@ from trtllm_replayssm.triton.openai.protocol import (
     wanted,
 )
 
-log = logging.getLogger(__name__)
-
 #: Largest body of a request, in bytes; a prompt of a million tokens is smaller.
 MAX_BODY = 64 << 20
-
-
-class NotFoundError(UserError):
-    """The request names a model that is not served."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Front:
         self.created = int(time.time())
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[errors])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[failures])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{name:.+}", self.one_model)
@@ -178,10 +172,13 @@ class Front:
                     await send(form.opening(index))
                 tokens += len(piece.token_ids)
                 await send(form.chunk(index, piece))
-        except BackendError as error:
+        except ConnectionResetError:
+            # Nobody is there to be told.
+            raise
+        except Exception as error:
             if not response.prepared:
                 raise
-            await send(error_body(str(error), "server_error", 500))
+            await send(Failure.of(error).body())
         else:
             if asked.include_usage:
                 await send(form.usage_chunk(usage(read, tokens)))
@@ -242,21 +239,3 @@ async def merged(sources: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[Any, N
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@web.middleware
-async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Failures as OpenAI's clients expect them."""
-    try:
-        response: web.StreamResponse = await handler(request)
-        return response
-    except NotFoundError as error:
-        status, kind, message = 404, "invalid_request_error", f"{error.message}: {error.hint}"
-    except UserError as error:
-        message = f"{error.message}; {error.hint}" if error.hint else error.message
-        status, kind = 400, "invalid_request_error"
-    except BackendError as error:
-        status, kind, message = 500, "server_error", str(error)
-    except web.HTTPException as error:
-        status, kind, message = error.status, "invalid_request_error", error.reason
-    return web.json_response(error_body(message, kind, status), status=status)

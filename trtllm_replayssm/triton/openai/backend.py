@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc.aio as triton
+from grpc import RpcError, StatusCode
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from trtllm_replayssm.runtime.sampling import SamplingParams
 from trtllm_replayssm.triton.repository import TOKEN_MODEL
 
+#: Options of the channel: messages of any size, and milliseconds between attempts to connect. While a server is started again
+#: gRPC would wait longer after each attempt, up to two minutes, and with it the first requests of the new server.
+CHANNEL = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
 
 class BackendError(Exception):
-    """The Triton server has refused a request, or cannot be reached."""
+    """The Triton server has refused a request, or failed at it."""
+
+
+class UnavailableError(BackendError):
+    """There is no server or no model that could answer."""
+
+    def __init__(self, begun: bool) -> None:
+        """begun: whether a part of the text has been there."""
+        when = " in the middle of the text" if begun else ""
+        super().__init__(f"the engine is not there{when}: it is started again, or stopped; ask again later")
 
 
 @dataclass(frozen=True)
@@ -33,15 +52,16 @@ class Piece:
 class Backend:
     """The model behind a gRPC address."""
 
-    def __init__(self, address: str) -> None:
-        self.client = triton.InferenceServerClient(address)
+    def __init__(self, address: str, lives: Callable[[], bool]) -> None:
+        """lives: whether the server's processes are all there. Triton itself notices late that its model's is not."""
+        self.client, self.lives = triton.InferenceServerClient(address, channel_args=CHANNEL), lives
 
     async def close(self) -> None:
         await self.client.close()
 
     async def is_ready(self) -> bool:
         try:
-            return bool(await self.client.is_model_ready(TOKEN_MODEL))
+            return self.lives() and bool(await self.client.is_model_ready(TOKEN_MODEL))
         except InferenceServerException:
             return False
 
@@ -50,7 +70,7 @@ class Backend:
 
         Raises BackendError.
         """
-        given = inputs(token_ids, params)
+        given, begun = inputs(token_ids, params), False
 
         async def request() -> AsyncIterator[dict[str, Any]]:
             yield {"model_name": TOKEN_MODEL, "inputs": given}
@@ -59,11 +79,17 @@ class Backend:
         try:
             async for result, error in responses:
                 if error is not None:
-                    raise BackendError(error.message())
+                    raise BackendError(error.message()) if self.lives() else UnavailableError(begun)
                 piece = read_piece(result)
                 yield piece
                 if piece.finish_reason:
                     return
+                begun = True
+            raise UnavailableError(begun)
+        except RpcError as error:
+            if error.code() == StatusCode.UNAVAILABLE or not self.lives():
+                raise UnavailableError(begun) from None
+            raise BackendError(error.details()) from None
         except InferenceServerException as error:
             raise BackendError(error.message()) from None
         finally:
