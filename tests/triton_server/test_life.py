@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -111,6 +112,16 @@ def test_an_engine_that_cannot_be_loaded_is_one_sentence(
     )
     assert done.returncode == 1
     assert "could not start" in done.stderr and "no multi-token prediction head" in done.stderr
+
+
+def test_a_broken_chat_template_is_found_before_anything_starts(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(engine, tmp_path / "copy"))
+    (copy / "chat_template.jinja").write_text("{% if %}")
+    *_, error, hint = refused(capsys, copy, "--tritonserver", "/bin/false")
+    assert error.startswith(f"error: the chat template in {copy / 'chat_template.jinja'} is broken: ")
+    assert hint.startswith("hint: copy it from the model's folder again")
 
 
 def test_a_program_that_is_no_server_is_one_sentence(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

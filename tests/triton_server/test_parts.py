@@ -408,8 +408,9 @@ def test_chat_templates(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="refuses"):
         ChatTemplate(tmp_path).prompt(messages, {})
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match="broken"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja is broken: .* \(line 1\)$") as caught:
         ChatTemplate(tmp_path)
+    assert "remove it" in caught.value.hint
     (tmp_path / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ messages[0].content }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -417,3 +418,23 @@ def test_chat_templates(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="no chat template"):
         ChatTemplate(tmp_path).prompt(messages, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}'),
+        ("tokenizer_config.json", b'{"bos_token": {"id": 1}}'),
+        ("tokenizer_config.json", b'{"bos_token"'),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("chat_template.jinja", b"{{ nothing"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_files_of_a_chat_that_are_damaged(tmp_path: Path, name: str, content: bytes) -> None:
+    """The sentence names the file, and the hint says what to do."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name) as caught:
+        ChatTemplate(tmp_path)
+    assert caught.value.hint

@@ -53,8 +53,8 @@ def serve(deployment: Deployment, work_folder: Path) -> int:
     """
     engine = Path(deployment.options.engine_dir)
     with_text = (engine / "tokenizer.json").is_file()
-    if with_text and (missing := [name for name in ("aiohttp", "tritonclient") if find_spec(name) is None]):
-        raise UserError(f"OpenAI's interface needs {missing[0]}, which is not installed", pip_extra("serve"))
+    if with_text:
+        check_front(engine)
     # The front's gRPC would act in the server's process, between fork and exec, when that is started again.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     repository = work_folder / "models"
@@ -70,6 +70,17 @@ def serve(deployment: Deployment, work_folder: Path) -> int:
         asyncio.run(attend(server, deployment, engine, chosen.get("openai")))
     log.info("stopped")
     return 0
+
+
+def check_front(engine: Path) -> None:
+    """Raises UserError where OpenAI's interface could not be served: before an engine is loaded, which may take minutes."""
+    if missing := [name for name in ("aiohttp", "tritonclient") if find_spec(name) is None]:
+        raise UserError(f"OpenAI's interface needs {missing[0]}, which is not installed", pip_extra("serve"))
+    from trtllm_replayssm.runtime.tokenizer import Tokenizer
+    from trtllm_replayssm.triton.openai.chat import ChatTemplate
+
+    Tokenizer(engine)
+    ChatTemplate(engine)
 
 
 async def attend(server: TritonServer, deployment: Deployment, engine: Path, openai_port: int | None) -> None:

@@ -8,14 +8,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtllm_replayssm.errors import UserError
 
+CONFIG = "tokenizer_config.json"
 #: Keys of tokenizer_config.json that templates know as variables.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+HINT = "copy it from the model's folder again, or remove it: without it the engine answers completions, and chats are refused"
 
 
 class ChatTemplate:
@@ -23,17 +25,28 @@ class ChatTemplate:
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that cannot be read; a folder without a template is found out by ``prompt``."""
-        config = read_config(folder / "tokenizer_config.json")
+        config = read_config(folder / CONFIG)
         file = folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else default_template(config.get("chat_template"))
-        self.variables = {name: token_text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        try:
+            source = (
+                file.read_text(encoding="utf-8") if file.is_file() else default_template(config.get("chat_template"))
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {error}", HINT) from None
+        try:
+            self.variables = {name: token_text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        except KeyError as error:
+            raise UserError(f"{folder / CONFIG} has a special token without {error}", HINT) from None
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = to_json
         environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
         try:
             self.template = None if source is None else environment.from_string(source)
-        except TemplateError as error:
-            raise UserError(f"the chat template in {folder} is broken: {error}") from None
+        except TemplateSyntaxError as error:
+            where = file if file.is_file() else folder / CONFIG
+            raise UserError(
+                f"the chat template in {where} is broken: {error.message} (line {error.lineno})", HINT
+            ) from None
 
     def prompt(self, messages: Sequence[dict[str, Any]], more: dict[str, Any]) -> str:
         """The text that the assistant's answer follows. more: further variables of the template.
@@ -71,8 +84,10 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    return data if isinstance(data, dict) else {}
+        raise UserError(f"{path} cannot be read: {error}", HINT) from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no JSON object", HINT)
+    return data
 
 
 def default_template(value: Any) -> str | None:
