@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from serving import PATIENCE, Served, post
+from serving import PATIENCE, Served, events, post
 
 from trtllm_replayssm.cli.main import build_parser
 from trtllm_replayssm.runtime.llm import LLM
@@ -39,6 +40,44 @@ def test_triton_client(served: Served, llm: LLM, protocol: str) -> None:
     wanted = llm.generate("The sea", SamplingParams(max_tokens=20)).outputs[0].text  # type: ignore[union-attr]
     # Line ends and the like come through a pipe as Python reads them.
     assert run(EXAMPLES / "triton_client.py", *arguments).split() == wanted.split()
+
+
+DOCUMENT = EXAMPLES.parent / "docs" / "serving.md"
+#: Ports of the document, and what stands for them.
+PORTS = {"8000": "http", "8002": "metrics_url", "9000": "openai"}
+
+
+def curls() -> list[list[str]]:
+    """Words of every curl command of the document that sends something, lines that go on joined."""
+    text = DOCUMENT.read_text(encoding="utf-8").replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("    curl") and " -d " in line]
+
+
+def test_requests_of_the_document(served: Served) -> None:
+    """Each is answered with a text: in both interfaces, by tokens and by text, streaming and not."""
+    asked = set()
+    for words in curls():
+        url = next(word for word in words if word.startswith("http"))
+        body = json.loads(words[words.index("-d") + 1])
+        place = url.removeprefix("http://127.0.0.1:")
+        port, path = place[:4], place[4:]
+        url = f"http://{getattr(served, PORTS[port])}{path}"
+        if "stream" in path:
+            assert "finish_reason" in list(events(url, body))[-1], words
+        else:
+            status, data = post(url, body)
+            assert status == 200 and ("text_output" in data or data["choices"]), (words, data)
+        asked.add(path)
+    models = ("tensorrt_llm/generate", "tensorrt_llm/generate_stream", "ensemble/generate", "ensemble/generate_stream")
+    assert asked == {"/v1/completions", *(f"/v2/models/{model}" for model in models)}
+
+
+def test_stop_words_in_a_flat_list(served: Served, llm: LLM) -> None:
+    """As the document says it of bodies for /generate."""
+    free = llm.generate([84, 104, 101], SamplingParams(max_tokens=8)).outputs[0].token_ids  # type: ignore[union-attr]
+    body = {"input_ids": [84, 104, 101], "request_output_len": 8, "stop_words_list": [258 - 1, free[3], 1, 2]}
+    status, data = served.generate("tensorrt_llm", body)
+    assert (status, data["finish_reason"], data["output_ids"]) == (200, "stop", free[: free.index(free[3]) + 1])
 
 
 def test_openai_client(served: Served) -> None:
