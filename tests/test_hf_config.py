@@ -35,8 +35,14 @@ def test_minus_infinity(tmp_path: Path) -> None:
     ["", "{", "{'a': 1}", '{"a": {"__float__": "much"}}', '{"a": {"__float__": null}}', '{"a":' * 50_000, "[]", "3"],
 )
 def test_damaged_config(tmp_path: Path, text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json") as damaged:
         read(tmp_path, text)
+    assert damaged.value.hint == "download it again"
+
+
+def test_a_mark_of_utf_8_at_the_beginning_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"hidden_size": 64}')
+    assert read_config(tmp_path / "config.json") == {"hidden_size": 64}
 
 
 def test_config_that_is_not_text(tmp_path: Path) -> None:
@@ -69,9 +75,17 @@ def test_text_section_of_wrappers() -> None:
         ("positive", True),
         ("positive", 0),
         ("positive", -1),
+        ("positive", 2**31),
+        ("count", -1),
+        ("count", 2**31),
+        ("count", 0.0),
         ("number", True),
         ("number", "1e-5"),
         ("number", math.nan),
+        ("number", math.inf),
+        ("positive_number", 0),
+        ("positive_number", -1e-5),
+        ("positive_number", -math.inf),
         ("flag", 1),
         ("flag", "true"),
         ("text", 3),
@@ -85,10 +99,27 @@ def test_wrong_values_name_their_key(method: str, value: object) -> None:
         getattr(HfConfig({"key": value}), method)("key")
 
 
-@pytest.mark.parametrize("method", ["integer", "positive", "number", "flag", "text", "section", "first"])
+@pytest.mark.parametrize(
+    "method", ["integer", "count", "positive", "number", "positive_number", "flag", "text", "section", "first"]
+)
 def test_nothing_is_assumed_for_a_missing_key(method: str) -> None:
     with pytest.raises(CheckpointError, match="key is missing"):
         getattr(HfConfig({}), method)("key")
+
+
+@pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 2048), ("num_experts", 8192)])
+def test_what_is_named_one_by_one_is_not_too_many(key: str, most: int) -> None:
+    assert HfConfig({key: most}).positive(key) == most
+    with pytest.raises(CheckpointError, match=f"{key} is {most + 1}; no model has more than {most}"):
+        HfConfig({key: most + 1}).positive(key)
+
+
+@pytest.mark.parametrize("digits", [30, 400, 5000])
+def test_integers_of_many_digits_are_no_counts(tmp_path: Path, digits: int) -> None:
+    config = HfConfig(read(tmp_path, f'{{"vocab_size": 1{"0" * digits}, "eos_token_id": {2**62}}}'))
+    with pytest.raises(CheckpointError, match=r"vocab_size is (inf|1e\+30); expected int"):
+        config.positive("vocab_size")
+    assert config.integer("eos_token_id") == 2**62
 
 
 def test_an_integer_is_a_number() -> None:

@@ -139,7 +139,7 @@ def test_kimi_k3_is_not_taken_for_kimi_linear(values: Config) -> None:
         ({"hidden_act": "silu"}, "activation_situ_beta"),
         ({"activation_situ_beta": 0.0}, "expected a positive number"),
         ({"activation_situ_linear_beta": -25.0}, "expected a positive number"),
-        ({"attn_res_block_size": 0}, "must be positive"),
+        ({"attn_res_block_size": 0}, "must be 1 or more"),
         ({"mla_use_nope": False}, "mla_use_nope"),
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
@@ -280,7 +280,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("qwen3_5_27b", {"rope_theta": 1e4}, "rope_theta is 10000"),
         ("qwen3_5_27b", {"head_dim": None}, "head_dim is missing"),
         ("qwen3_5_27b", {"linear_num_value_heads": "48"}, "linear_num_value_heads"),
-        ("qwen3_5_27b", {"linear_num_value_heads": 0}, "must be positive"),
+        ("qwen3_5_27b", {"linear_num_value_heads": 0}, "must be 1 or more"),
         ("qwen3_5_27b", {"linear_num_value_heads": 40}, "no multiple of 16 num_key_heads"),
         ("qwen3_5_27b", {"num_key_value_heads": 5}, "no multiple of 5 num_kv_heads"),
         (
@@ -292,7 +292,7 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("qwen3_next_80b_a3b", {"num_experts_per_tok": 600}, "600 experts a token"),
         ("nemotron_nano_v2_9b", {"n_groups": 7}, "no multiple of 7 n_groups"),
         ("ling_3_flash", {"n_group": 7}, "no multiple of 7 n_group"),
-        ("ling_3_flash", {"topk_group": 0}, "must be positive"),
+        ("ling_3_flash", {"topk_group": 0}, "must be 1 or more"),
         ("qwen3_5_27b", {"layer_types": ["linear_attention"] * 63}, "must list 64 layers"),
         ("qwen3_5_27b", {"layer_types": ["sliding_attention"] * 64}, "must list 64 layers"),
         ("qwen3_5_27b", {"vocab_size": None}, "vocab_size is missing"),
@@ -338,6 +338,9 @@ def test_switches_that_are_not_implemented(name: str, change: Config, named: str
         ("ling_3_flash", {"rope_theta": None}, "rope_theta is missing"),
         ("ling_3_flash", {"kda_lower_bound": None}, "kda_lower_bound"),
         ("ling_3_flash", {"num_experts_per_token": 6}, "num_experts_per_tok is 8"),
+        ("ling_3_flash", {"topk_group": 9}, "9 groups of experts cannot be chosen from"),
+        ("ling_3_flash", {"expert_swiglu_limit_list": [float("inf")] * 42}, "finite number"),
+        ("nemotron_3_nano_30b_a3b", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
@@ -392,7 +395,17 @@ def test_layers_behind_the_last_whole_group_of_ling_are_attention() -> None:
     assert [layer.kind for layer in layers] == ["kda", "kda", "kda", "mla", "mla", "mla"]
 
 
-VALUES = (None, True, -1, 0, 3, 0.5, float("nan"), float("inf"), "x", [], [None], [1], {}, {"a": 1})
+VALUES = (None, True, -1, 0, 3, 2**31 - 1, 0.5, float("nan"), float("inf"), "x", [], [None], [1], {}, {"a": 1})
+
+
+def epsilons_and_thetas(description: Any) -> list[Any]:
+    """Every such number in what a decoder says of itself."""
+    if isinstance(description, list):
+        return [number for item in description for number in epsilons_and_thetas(item)]
+    if not isinstance(description, dict):
+        return []
+    found = [v for k, v in description.items() if k.endswith(("epsilon", "theta")) and v is not None]
+    return found + [number for item in description.values() for number in epsilons_and_thetas(item)]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +426,7 @@ VALUES = (None, True, -1, 0, 3, 0.5, float("nan"), float("inf"), "x", [], [None]
     ],
 )
 def test_whatever_a_key_holds_the_answer_is_a_sentence(name: str, tmp_path: Path) -> None:
-    """Every key of a config, with values of every type: a model, or a UserError, and never another exception."""
+    """Every key of a config, with values of every type: a model that can be, or a UserError, and no other exception."""
     original = read_config(write_hub(build(name), tmp_path / "hub") / "config.json")
     text = original.get("text_config", original)
     nested = {key: value for key, value in text.items() if isinstance(value, dict)}
@@ -422,6 +435,7 @@ def test_whatever_a_key_holds_the_answer_is_a_sentence(name: str, tmp_path: Path
             for wrong in VALUES:
                 level[key] = wrong
                 with suppress(UserError):
-                    find_family(original, {}).decoder()
+                    numbers = epsilons_and_thetas(find_family(original, {}).decoder().to_dict())
+                    assert all(isinstance(number, float) and number > 0 for number in numbers), f"{key} = {wrong}"
             level[key] = value
     find_family(original, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint
 from trtllm_replayssm.builders.families.kimi_linear import LATENT_EPSILON
 from trtllm_replayssm.builders.families.parts import (
@@ -65,8 +67,8 @@ class Bailing(BlueprintFamily):
         for key, value in FIXED.items():
             config.expect(key, value)
         config.ignore(*IGNORED)
-        self.heads, self.epsilon = config.positive("num_attention_heads"), config.number("rms_norm_eps")
-        self.count, self.dense = config.positive("num_hidden_layers"), config.integer("first_k_dense_replace")
+        self.heads, self.epsilon = config.positive("num_attention_heads"), config.positive_number("rms_norm_eps")
+        self.count, self.dense = config.positive("num_hidden_layers"), config.count("first_k_dense_replace")
         for key in ("num_key_value_heads", "linear_num_heads"):
             config.expect(key, self.heads)
         kinds = self.layer_types()
@@ -139,18 +141,17 @@ class Bailing(BlueprintFamily):
 
     def rope_theta(self) -> float:
         config = self.config
-        theta = config.number("rope_theta", 0.0)
+        level = config
         if "rope_parameters" in config:
-            nested = config.section("rope_parameters")
-            nested.expect("rope_type", "default")
-            nested.ignore("partial_rotary_factor")
-            stated = nested.number("rope_theta")
-            nested.finish()
-            if theta not in (0, stated):
-                raise config.fail("rope_theta", f"is {theta:g}, but {stated:g} in rope_parameters")
-            theta = stated
-        if not theta > 0:
-            raise config.fail("rope_theta", "is missing, and no value can be assumed for it")
+            level = config.section("rope_parameters")
+            level.expect("rope_type", "default")
+            level.ignore("partial_rotary_factor")
+        theta = level.positive_number("rope_theta")
+        stated = config.positive_number("rope_theta", theta)
+        if stated != theta:
+            raise config.fail("rope_theta", f"is {stated:g}, but {theta:g} in rope_parameters")
+        if level is not config:
+            level.finish()
         return theta
 
     def block(self, index: int, kind: str) -> tuple[Branch, Branch]:
@@ -182,13 +183,13 @@ class Bailing(BlueprintFamily):
         if not isinstance(limits, list) or (limits and len(limits) < self.count):
             raise self.config.fail(key, f"is {limits!r}; expected one number for each of {self.count} layers")
         limit = limits[index] if index < len(limits) else None
-        if limit is not None and (type(limit) not in (int, float) or not limit >= 0):
-            raise self.config.fail(key, f"holds {limit!r}; expected a number that is not negative")
+        if limit is not None and (type(limit) not in (int, float) or not 0 <= limit < math.inf):
+            raise self.config.fail(key, f"holds {limit!r}; expected a finite number that is not negative")
         return float(limit) if limit else None
 
     def moe(self, limit: float | None, shared_limit: float | None) -> Moe:
         config = self.config
-        width, shared = config.positive("moe_intermediate_size"), config.integer("num_shared_experts")
+        width, shared = config.positive("moe_intermediate_size"), config.count("num_shared_experts")
         shared_width = config.positive("moe_shared_expert_intermediate_size", width * max(shared, 1))
         return Moe(
             num_experts=config.positive("num_experts"),
@@ -197,7 +198,7 @@ class Bailing(BlueprintFamily):
             activation="swiglu",
             router="sigmoid",
             normalise=config.flag("norm_topk_prob"),
-            routed_scale=config.number("routed_scaling_factor"),
+            routed_scale=config.positive_number("routed_scaling_factor"),
             n_group=config.positive("n_group"),
             topk_group=config.positive("topk_group"),
             limit=limit,
@@ -207,6 +208,6 @@ class Bailing(BlueprintFamily):
     def mtp(self) -> MtpBlueprint | None:
         prefix = f"model.layers.{self.count}."
         self.config.expect("num_nextn_predict_layers", 0, 1)
-        if not self.wants_mtp(self.config.integer("num_nextn_predict_layers", 0), prefix):
+        if not self.wants_mtp(self.config.count("num_nextn_predict_layers", 0), prefix):
             return None
         return numbered_mtp(prefix, "final_layernorm.weight", self.block(self.count, "full_attention"))

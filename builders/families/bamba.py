@@ -24,7 +24,7 @@ class Bamba(BlueprintFamily):
             config.expect(key, False)
         # A loss of training.
         config.ignore("max_position_embeddings", "z_loss_coefficient")
-        epsilon, attention = config.number("rms_norm_eps"), self.attention()
+        epsilon, attention = config.positive_number("rms_norm_eps"), self.attention()
         mamba = prefixed_mamba2(config, epsilon, expanded(config))
         mlp = Mlp(config.positive("intermediate_size"), "swiglu")
         branches: list[Branch] = []

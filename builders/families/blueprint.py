@@ -104,6 +104,10 @@ class BlueprintFamily(Family):
                         f"{self.config.where}: {layer.kind} layers have {many[1]} {many[0]}, which is no multiple of"
                         f" {few[1]} {few[0]}"
                     )
+            if isinstance(layer, Moe) and layer.topk_group > layer.n_group:
+                raise CheckpointError(
+                    f"{self.config.where}: {layer.topk_group} groups of experts cannot be chosen from {layer.n_group}"
+                )
             if isinstance(layer, Moe) and layer.top_k > layer.num_experts // layer.n_group * layer.topk_group:
                 raise CheckpointError(
                     f"{self.config.where}: {layer.top_k} experts a token cannot be chosen from {layer.topk_group} of"

@@ -21,14 +21,6 @@ MAMBA_KEYS = (
 )
 
 
-def multiplier(config: HfConfig, key: str) -> float:
-    """A factor, or a bound, of activations. Raises CheckpointError unless it is positive and finite."""
-    value = config.number(key)
-    if not 0 < value < math.inf:
-        raise config.fail(key, f"is {value:g}; expected a positive number")
-    return value
-
-
 def multipliers(config: HfConfig, key: str, count: int) -> tuple[float, ...]:
     """A list of so many factors. Raises CheckpointError when it is anything else."""
     values = config.get(key)
@@ -62,7 +54,7 @@ def optional_rope(config: HfConfig, channels: int, share: float = 1.0) -> Rope |
     for level in levels:
         level.expect("rope_type", "default")
         level.expect("partial_rotary_factor", share)
-    stated = {multiplier(level, "rope_theta") for level in levels if "rope_theta" in level}
+    stated = {level.positive_number("rope_theta") for level in levels if "rope_theta" in level}
     for nested in levels[1:]:
         nested.finish()
     if len(stated) > 1:

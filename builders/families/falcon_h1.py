@@ -8,7 +8,6 @@ from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFam
 from trtllm_replayssm.builders.families.config_parts import (
     expanded,
     head_dim,
-    multiplier,
     multipliers,
     prefixed_mamba2,
     required_rope,
@@ -34,7 +33,7 @@ class FalconH1(BlueprintFamily):
             config.expect(key, False)
         # The width of SwiGLU is stated by itself.
         config.ignore("max_position_embeddings", "mlp_expansion_factor")
-        self.epsilon = config.number("rms_norm_eps")
+        self.epsilon = config.positive_number("rms_norm_eps")
         mamba, attention, mlp = self.mamba(), self.attention(), self.mlp()
         mixer = SideBySide((mamba, attention))
         branches: list[Branch] = []
@@ -49,8 +48,8 @@ class FalconH1(BlueprintFamily):
             branches,
             self.epsilon,
             "model.final_layernorm.weight",
-            embedding_scale=multiplier(config, "embedding_multiplier"),
-            logits_scale=multiplier(config, "lm_head_multiplier"),
+            embedding_scale=config.positive_number("embedding_multiplier"),
+            logits_scale=config.positive_number("lm_head_multiplier"),
         )
 
     def mamba(self) -> Mamba2:
@@ -66,8 +65,8 @@ class FalconH1(BlueprintFamily):
             raise config.fail("mamba_d_ssm", f"is {inner}, but its heads have {mamba.inner_size} channels")
         return replace(
             mamba,
-            input_scale=multiplier(config, "ssm_in_multiplier"),
-            output_scale=multiplier(config, "ssm_out_multiplier"),
+            input_scale=config.positive_number("ssm_in_multiplier"),
+            output_scale=config.positive_number("ssm_out_multiplier"),
         )
 
     def attention(self) -> Attention:
@@ -77,10 +76,10 @@ class FalconH1(BlueprintFamily):
             num_kv_heads=config.positive("num_key_value_heads"),
             head_dim=channels,
             # A factor of the keys is one of the scores.
-            scale=channels**-0.5 * multiplier(config, "key_multiplier"),
+            scale=channels**-0.5 * config.positive_number("key_multiplier"),
             rope=required_rope(config, channels),
-            input_scale=multiplier(config, "attention_in_multiplier"),
-            output_scale=multiplier(config, "attention_out_multiplier"),
+            input_scale=config.positive_number("attention_in_multiplier"),
+            output_scale=config.positive_number("attention_out_multiplier"),
         )
 
     def mlp(self) -> Mlp:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.families.blueprint import Blueprint, BlueprintFamily, Branch, MtpBlueprint, Sources
-from trtllm_replayssm.builders.families.config_parts import gate_bound, multiplier
+from trtllm_replayssm.builders.families.config_parts import gate_bound
 from trtllm_replayssm.builders.families.parts import (
     kda_sources,
     listed_types,
@@ -73,11 +73,14 @@ class Glm5Next(BlueprintFamily):
         config.ignore(*IGNORED)
         norm = self.pick("model.language_model.norm.weight", "model.norm.weight")
         self.prefix = norm.removesuffix("norm.weight")
-        self.heads, self.epsilon = config.positive("num_attention_heads"), config.number("rms_norm_eps")
+        self.heads, self.epsilon = config.positive("num_attention_heads"), config.positive_number("rms_norm_eps")
         config.expect("num_key_value_heads", self.heads)
-        self.count, self.limit = config.positive("num_hidden_layers"), multiplier(config, "swiglu_limit")
+        self.count, self.limit = config.positive("num_hidden_layers"), config.positive_number("swiglu_limit")
         self.streams = SinkhornStreams(
-            config.positive("hc_mult"), self.epsilon, config.number("hc_eps"), config.positive("hc_sinkhorn_iters")
+            config.positive("hc_mult"),
+            self.epsilon,
+            config.positive_number("hc_eps"),
+            config.positive("hc_sinkhorn_iters"),
         )
         indexed, sparse = self.indexed_layers(), self.sparse_layers()
         self.check_indexers(indexed)
@@ -108,10 +111,10 @@ class Glm5Next(BlueprintFamily):
     def sparse_layers(self) -> list[bool]:
         config = self.config
         if "mlp_layer_types" not in config:
-            return [i >= config.integer("first_k_dense_replace") for i in range(self.count)]
+            return [i >= config.count("first_k_dense_replace") for i in range(self.count)]
         sparse = [kind == "sparse" for kind in listed_types(config, "mlp_layer_types", ("dense", "sparse"))]
         first = sparse.index(True) if True in sparse else self.count
-        if config.integer("first_k_dense_replace", first) != first:
+        if config.count("first_k_dense_replace", first) != first:
             raise config.fail("first_k_dense_replace", f"does not fit mlp_layer_types, whose first {first} are dense")
         return sparse
 
@@ -187,7 +190,7 @@ class Glm5Next(BlueprintFamily):
 
     def read_moe(self) -> Moe:
         config = self.config
-        width, shared = config.positive("moe_intermediate_size"), config.integer("n_shared_experts")
+        width, shared = config.positive("moe_intermediate_size"), config.count("n_shared_experts")
         return Moe(
             num_experts=config.positive("n_routed_experts"),
             top_k=config.positive("num_experts_per_tok"),
@@ -195,7 +198,7 @@ class Glm5Next(BlueprintFamily):
             activation="clamped_swiglu",
             router="sigmoid",
             normalise=config.flag("norm_topk_prob"),
-            routed_scale=config.number("routed_scaling_factor"),
+            routed_scale=config.positive_number("routed_scaling_factor"),
             n_group=config.positive("n_group"),
             topk_group=config.positive("topk_group"),
             limit=self.limit,
@@ -238,7 +241,7 @@ class Glm5Next(BlueprintFamily):
         """One plain block behind the last layer, without hyper-connections."""
         prefix = f"{self.prefix}layers.{self.count}."
         self.config.expect("num_nextn_predict_layers", 0, 1)
-        if not self.wants_mtp(self.config.integer("num_nextn_predict_layers", 0), prefix):
+        if not self.wants_mtp(self.config.count("num_nextn_predict_layers", 0), prefix):
             return None
         branches = self.block(prefix, indexed=True, sparse=True, streams=False)
         return numbered_mtp(prefix, "shared_head.norm.weight", branches)

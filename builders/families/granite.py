@@ -10,7 +10,6 @@ from trtllm_replayssm.builders.families.config_parts import (
     ROPE_KEYS,
     expanded,
     head_dim,
-    multiplier,
     prefixed_mamba2,
     required_rope,
 )
@@ -41,8 +40,8 @@ class Granite(BlueprintFamily):
         config.expect("attention_bias", False)
         config.expect("normalization_function", "rmsnorm")
         config.ignore("max_position_embeddings", "init_method", *MAMBA_KEYS)
-        self.epsilon = config.number("rms_norm_eps")
-        self.residual = multiplier(config, "residual_multiplier")
+        self.epsilon = config.positive_number("rms_norm_eps")
+        self.residual = config.positive_number("residual_multiplier")
         kinds = [KINDS[kind] for kind in listed_types(config, "layer_types", tuple(KINDS))]
         mixers = {kind: getattr(self, kind)() for kind in dict.fromkeys(kinds)}
         if "mamba" not in mixers:
@@ -57,8 +56,8 @@ class Granite(BlueprintFamily):
         return self.usual_blueprint(
             branches,
             self.epsilon,
-            embedding_scale=multiplier(config, "embedding_multiplier"),
-            logits_scale=1 / multiplier(config, "logits_scaling"),
+            embedding_scale=config.positive_number("embedding_multiplier"),
+            logits_scale=1 / config.positive_number("logits_scaling"),
         )
 
     def mamba(self) -> Mamba2:
@@ -75,7 +74,7 @@ class Granite(BlueprintFamily):
             num_heads=config.positive("num_attention_heads"),
             num_kv_heads=config.positive("num_key_value_heads"),
             head_dim=channels,
-            scale=multiplier(config, "attention_multiplier"),
+            scale=config.positive_number("attention_multiplier"),
             rope=required_rope(config, channels) if rotates else None,
             output_scale=self.residual,
         )
@@ -84,7 +83,7 @@ class Granite(BlueprintFamily):
         """SwiGLU alone, or beside experts, which are weighted by a softmax over the chosen ones."""
         config = self.config
         shared = Mlp(config.positive("shared_intermediate_size"), "swiglu")
-        if not config.integer("num_local_experts"):
+        if not config.count("num_local_experts"):
             config.ignore("intermediate_size", "num_experts_per_tok")
             return replace(shared, output_scale=self.residual)
         return Moe(

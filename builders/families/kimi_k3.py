@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.families.blueprint import Blueprint, Branch, Sources
-from trtllm_replayssm.builders.families.config_parts import gate_bound, multiplier
+from trtllm_replayssm.builders.families.config_parts import gate_bound
 from trtllm_replayssm.builders.families.kimi_linear import FIXED, LATENT_EPSILON, KimiLinear
 from trtllm_replayssm.builders.families.parts import plain
 from trtllm_replayssm.builders.hf.config import HfConfig
@@ -43,7 +43,9 @@ class KimiK3(KimiLinear):
         """Blocks are counted in layers, of two branches each."""
         if "attn_res_block_size" not in self.config:
             return None
-        return AttentionResiduals(2 * self.config.positive("attn_res_block_size"), self.config.number("rms_norm_eps"))
+        return AttentionResiduals(
+            2 * self.config.positive("attn_res_block_size"), self.config.positive_number("rms_norm_eps")
+        )
 
     def assembled(self, branches: list[Branch]) -> Blueprint:
         config, head = self.config, f"{self.prefix.removesuffix('model.')}lm_head.weight"
@@ -100,7 +102,10 @@ class KimiK3(KimiLinear):
         if config.text("hidden_act") != "situ":
             return super().mlp(width)
         gate, up = "activation_situ_beta", "activation_situ_linear_beta"
-        bounds = multiplier(config, gate) if gate in config else 1.0, multiplier(config, up) if up in config else None
+        bounds = (
+            config.positive_number(gate) if gate in config else 1.0,
+            config.positive_number(up) if up in config else None,
+        )
         return Mlp(width, "situ", limit=bounds)
 
     def moe(self) -> Moe:

@@ -66,7 +66,7 @@ class KimiLinear(BlueprintFamily):
         heads = config.positive("num_attention_heads")
         if config.positive("num_key_value_heads", heads) != heads:
             raise config.fail("num_key_value_heads", f"is not num_attention_heads, {heads}")
-        self.epsilon = config.number("rms_norm_eps")
+        self.epsilon = config.positive_number("rms_norm_eps")
         kinds, mlps = self.layer_types(), self.mlp_types()
         if "sparse" not in mlps:
             config.ignore(*SPARSE_ONLY)
@@ -128,7 +128,7 @@ class KimiLinear(BlueprintFamily):
         config, count = self.config, self.config.positive("num_hidden_layers")
         if "first_k_dense_replace" not in config:
             return listed_types(config, "mlp_layer_types", ("dense", "sparse"))
-        dense = config.integer("first_k_dense_replace")
+        dense = config.count("first_k_dense_replace")
         kinds = ["dense" if i < dense else "sparse" for i in range(count)]
         config.expect("mlp_layer_types", kinds)
         return kinds
@@ -169,7 +169,7 @@ class KimiLinear(BlueprintFamily):
 
     def moe(self) -> Moe:
         config = self.config
-        shared, width = config.integer("num_shared_experts"), config.positive("moe_intermediate_size")
+        shared, width = config.count("num_shared_experts"), config.positive("moe_intermediate_size")
         return Moe(
             num_experts=config.positive("num_experts"),
             top_k=config.positive("num_experts_per_token"),
@@ -177,7 +177,7 @@ class KimiLinear(BlueprintFamily):
             activation="swiglu",
             router="sigmoid",
             normalise=config.flag("moe_renormalize"),
-            routed_scale=config.number("routed_scaling_factor"),
+            routed_scale=config.positive_number("routed_scaling_factor"),
             n_group=config.positive("num_expert_group"),
             topk_group=config.positive("topk_group"),
             shared=self.mlp(shared * width) if shared else None,

@@ -23,7 +23,7 @@ class Lara(BlueprintFamily):
         config.expect("hidden_act", "silu")
         config.expect("attention_bias", False)
         config.ignore("max_position_embeddings")
-        self.epsilon = config.number("rms_norm_eps")
+        self.epsilon = config.positive_number("rms_norm_eps")
         sliding, delta = self.sliding(), prefixed_gated_delta(config, self.epsilon)
         moe = softmax_moe(config, config.flag("norm_topk_prob"), shared_gate=False)
         attention = {SLIDING: sliding, FULL: replace(sliding, rope=None, window=None)}

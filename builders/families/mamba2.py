@@ -27,7 +27,7 @@ class Mamba2Family(BlueprintFamily):
         config.ignore("max_position_embeddings", "norm_before_gate", *TRAINING_KEYS)
         config.expect("rms_norm", True)
         config.expect("intermediate_size", config.positive("num_heads") * config.positive("head_dim"))
-        epsilon, low_high = config.number("layer_norm_epsilon"), time_step_limit(config)
+        epsilon, low_high = config.positive_number("layer_norm_epsilon"), time_step_limit(config)
         layer = Mamba2(
             num_heads=config.positive("num_heads"),
             head_dim=config.positive("head_dim"),

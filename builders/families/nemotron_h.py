@@ -71,9 +71,9 @@ class NemotronH(BlueprintFamily):
             config.expect(key, False)
         config.ignore(*IGNORED, *OPTIONAL)
         prefix = self.pick("backbone.norm_f.weight", "model.norm_f.weight").removesuffix("norm_f.weight")
-        self.epsilon = config.number("layer_norm_epsilon")
+        self.epsilon = config.positive_number("layer_norm_epsilon")
         kinds = self.kinds("hybrid_override_pattern", "layers_block_type")
-        stated = config.integer("num_hidden_layers", len(kinds))
+        stated = config.count("num_hidden_layers", len(kinds))
         if stated != len(kinds):
             raise config.fail("num_hidden_layers", f"is {stated}, but the layer pattern has {len(kinds)} layers")
         embedding = f"{prefix}embeddings.weight"
@@ -148,7 +148,7 @@ class NemotronH(BlueprintFamily):
             activation="relu2",
             router="sigmoid",
             normalise=config.flag("norm_topk_prob"),
-            routed_scale=config.number("routed_scaling_factor"),
+            routed_scale=config.positive_number("routed_scaling_factor"),
             n_group=config.positive("n_group"),
             topk_group=config.positive("topk_group"),
             shared=Mlp(config.positive("moe_shared_expert_intermediate_size"), "relu2"),
@@ -159,7 +159,7 @@ class NemotronH(BlueprintFamily):
 
     def mtp(self) -> MtpBlueprint | None:
         """One prediction depth of several branches; the released models use it again for every draft token."""
-        depths = self.config.integer("num_nextn_predict_layers", 0)
+        depths = self.config.count("num_nextn_predict_layers", 0)
         if not self.wants_mtp(depths, "mtp."):
             return None
         if self.tensor_shapes:

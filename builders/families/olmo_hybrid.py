@@ -28,7 +28,7 @@ class OlmoHybrid(BlueprintFamily):
         config.expect("attention_bias", False)
         config.expect("linear_use_gate", True)
         config.ignore("max_position_embeddings", *TRAINING_KEYS)
-        self.epsilon = config.number("rms_norm_eps")
+        self.epsilon = config.positive_number("rms_norm_eps")
         attention, beta_scale = self.attention(), 2.0 if config.flag("linear_allow_neg_eigval") else 1.0
         delta = prefixed_gated_delta(config, OUTPUT_EPSILON, beta_scale)
         mlp = Mlp(config.positive("intermediate_size"), "swiglu")

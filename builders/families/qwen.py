@@ -38,7 +38,7 @@ class Qwen(BlueprintFamily):
         config.ignore("sliding_window", "max_position_embeddings", "mamba_ssm_dtype")
         norm = self.pick("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
         prefix = norm.removesuffix("norm.weight")
-        self.epsilon, self.rope = config.number("rms_norm_eps"), self.read_rope()
+        self.epsilon, self.rope = config.positive_number("rms_norm_eps"), self.read_rope()
         branches: list[Branch] = []
         for i, kind in enumerate(self.layer_types()):
             branches += self.block(f"{prefix}layers.{i}.", kind in self.attentions, self.sparse(i))
@@ -65,11 +65,11 @@ class Qwen(BlueprintFamily):
             level = config.section("rope_parameters")
             level.expect("rope_type", "default")
             level.ignore("mrope_section", "mrope_interleaved")
-        theta = level.number("rope_theta")
+        theta = level.positive_number("rope_theta")
         factor = level.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
         if level is not config:
             level.finish()
-            stated = config.number("rope_theta", theta)
+            stated = config.positive_number("rope_theta", theta)
             if stated != theta:
                 raise config.fail("rope_theta", f"is {stated:g}, but {theta:g} in rope_parameters")
         elif "partial_rotary_factor" not in config:
@@ -84,7 +84,7 @@ class Qwen(BlueprintFamily):
 
     def sparse(self, index: int) -> bool:
         """Whether the MLP of that layer is a mixture of experts."""
-        return self.config.integer("num_experts", 0) > 0
+        return self.config.count("num_experts", 0) > 0
 
     def block(self, prefix: str, attention: bool, sparse: bool) -> tuple[Branch, Branch]:
         if attention:
@@ -150,7 +150,7 @@ class Qwen(BlueprintFamily):
 
     def announced_mtp(self) -> int | None:
         """MTP layers according to the config, None where it never says."""
-        return self.config.integer("mtp_num_hidden_layers", 0)
+        return self.config.count("mtp_num_hidden_layers", 0)
 
     def mtp(self) -> MtpBlueprint | None:
         self.config.expect("mtp_num_hidden_layers", 0, 1)
@@ -162,7 +162,7 @@ class Qwen(BlueprintFamily):
             norm_hidden="mtp.pre_fc_norm_hidden.weight",
             proj="mtp.fc.weight",
             final_norm="mtp.norm.weight",
-            branches=self.block("mtp.layers.0.", True, self.config.integer("num_experts", 0) > 0),
+            branches=self.block("mtp.layers.0.", True, self.config.count("num_experts", 0) > 0),
         )
 
 

@@ -47,7 +47,7 @@ class Qwen4(Qwen35):
         mixer = "hyper_connection_mixer."
         spellings = ("model.", "model.language_model.")
         self.prefix = self.pick(*(f"{p}{mixer}hc_norm.weight" for p in spellings)).partition(mixer)[0]
-        self.epsilon, self.rope = config.number("rms_norm_eps"), self.read_rope()
+        self.epsilon, self.rope = config.positive_number("rms_norm_eps"), self.read_rope()
         self.streams = GatedStreams(config.positive("hc_count"), self.epsilon, config.positive("hc_lowrank"))
         self.gate = config.text("output_gate_type", "silu")
         config.expect("output_gate_type", "sigmoid", "silu", "swish")
@@ -139,7 +139,7 @@ class Qwen4(Qwen35):
             heads=heads,
             table_rows=config.positive("ngram_vocab_size_base"),
             vocab_size=config.positive("vocab_size"),
-            seed=config.integer("seed"),
+            seed=config.count("seed"),
             index=index,
             end_token=self.end_token(),
             rows=0,

@@ -11,9 +11,16 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtllm_replayssm.counts import LARGEST, integer_text
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError
 
 Value = TypeVar("Value", bound=str | int | float | bool)
+
+#: Counts of things that are named one by one: many times what released models have, and few enough to be listed.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace"), 2048),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "split_ngram_parts"), 8192),
+}
 
 #: Keys that describe training, generation, files or the tokenizer, and never the computation of logits. Descriptions of
 #: quantised weights are read where the tensors are, see ``description``.
@@ -27,6 +34,9 @@ HARMLESS = frozenset(
     router_aux_loss_coef temperature top_k top_p torch_dtype transformers_version typical_p unk_token_id use_cache
     use_mamba_kernels use_return_dict""".split()
 )
+
+#: What to do about a file that is damaged.
+AGAIN = "download it again"
 
 #: Where wrappers of several modalities keep the config of their language model.
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
@@ -68,16 +78,30 @@ class HfConfig:
     def integer(self, key: str, default: int | None = None) -> int:
         return self.typed(key, int, default)
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.typed(key, int, default)
-        if value <= 0:
-            raise self.fail(key, f"is {value}; it must be positive")
+    def count(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """An integer of ``least`` or more, and no more than a model can have."""
+        value, most = self.integer(key, default), MOST.get(key, LARGEST)
+        if value < least:
+            raise self.fail(key, f"is {integer_text(value)}; it must be {least} or more")
+        if value > most:
+            raise self.fail(key, f"is {integer_text(value)}; no model has more than {most}")
         return value
 
+    def positive(self, key: str, default: int | None = None) -> int:
+        return self.count(key, default, least=1)
+
     def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
         value = self.typed(key, float, default)
-        if math.isnan(value):
-            raise self.fail(key, "is NaN")
+        if not math.isfinite(value):
+            raise self.fail(key, f"is {value}; expected a finite number")
+        return value
+
+    def positive_number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0: an epsilon, a base of frequencies, a factor or bound of activations."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.fail(key, f"is {value:g}; expected a positive number")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
@@ -134,15 +158,17 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises CheckpointError when the file is missing or not a JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=float_objects)
+        # utf-8-sig: editors on Windows begin a file with a mark.
+        text = path.read_text(encoding="utf-8-sig")
+        values = json.loads(text, object_hook=float_objects, parse_int=integer_or_float)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}", AGAIN) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} does not hold a JSON object", AGAIN)
     return values
 
 
@@ -152,6 +178,11 @@ def text_section(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(values.get(key), dict):
             return values[key]
     return values
+
+
+def integer_or_float(text: str) -> int | float:
+    """An integer of JSON; one beyond 64 bits is a float, as in most other languages, and so no count of anything."""
+    return int(text) if len(text) < 20 else float(text)
 
 
 def float_objects(data: dict[str, Any]) -> Any:
