@@ -12,7 +12,7 @@ from importlib import import_module
 
 import trtllm_replayssm
 from trtllm_replayssm.cli.parser import CommandParser, HelpFormatter
-from trtllm_replayssm.cli.process import EXIT_SIGNAL, Terminated, open_closed_streams, termination_raises
+from trtllm_replayssm.cli.process import EXIT_SIGNAL, Terminated, prepare_streams, termination_raises
 from trtllm_replayssm.console import LOG_LEVELS, LOGGER, print_error, start_logging
 from trtllm_replayssm.errors import UserError
 
@@ -67,10 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status; raises SystemExit where argparse does."""
-    open_closed_streams()
-    args = build_parser().parse_args(argv)
-    start_logging(args.log_level)
+    prepare_streams()
     try:
+        args = build_parser().parse_args(argv)
+        start_logging(args.log_level)
         with termination_raises():
             status: int = args.run(args)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from trtllm_replayssm.console import print_error
+from trtllm_replayssm.errors import UserError
 
 #: What ends a process in good order, beside the keyboard.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -80,8 +82,21 @@ def end_after_signal(reader: int, left: threading.Event) -> None:
                 os._exit(EXIT_SIGNAL + number[0])
 
 
-def open_closed_streams() -> None:
-    """Gives stdout and stderr somewhere to go where the caller closed them (``>&-``)."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (open until the process ends)
+class ClosedOutput(io.TextIOBase):
+    """stdout that the caller has closed (``>&-``): a command that has something to print there fails."""
+
+    def write(self, text: str) -> int:
+        raise UserError("standard output is closed, and the result is lost", "send it to a file, or to /dev/null")
+
+
+def prepare_streams() -> None:
+    """Lets stdout and stderr take every text, whatever their encoding, and be there where the caller has closed them."""
+    # Held open, lest files that are opened later are given the streams' numbers.
+    if sys.stdout is None:
+        os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = ClosedOutput()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open until the process ends)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trtllm_replayssm.cli.process import signals_end_waiting
+from trtllm_replayssm.cli.process import prepare_streams, signals_end_waiting
 from trtllm_replayssm.console import start_logging
 
 #: What a command does with its arguments; importable by its name. Returns the exit status.
@@ -38,5 +38,6 @@ def on_every_rank(world_size: int, work: Work, args: argparse.Namespace) -> int:
 
 def carry_out(job: RankJob) -> int:
     """In a process that ``run_ranks`` started."""
+    prepare_streams()
     start_logging(job.args.log_level)
     return job.work(job.args)
