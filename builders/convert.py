@@ -85,8 +85,6 @@ def convert_family(
     quantization: Quantization = "dequantise",
 ) -> CheckpointConfig:
     """``convert`` for a folder that is open and a family that is known."""
-    if tp_size < 1:
-        raise UserError(f"tp_size is {tp_size}; it must be 1 or more")
     decoder = family.decoder()
     config = CheckpointConfig(
         hf_architecture=next(iter(architectures(folder.config)), type(family).architectures[0]),

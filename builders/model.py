@@ -20,6 +20,7 @@ from trtllm_replayssm.builders.layers import (  # noqa: F401  (kinds)
 from trtllm_replayssm.builders.layers.base import Layer, StateOptions, StreamLayer, layer_from_dict, to_dict
 from trtllm_replayssm.builders.parallel import Parameter, Segment
 from trtllm_replayssm.builders.streams import Streams
+from trtllm_replayssm.counts import check_count
 from trtllm_replayssm.network.base import Network, Tensor
 from trtllm_replayssm.plugins.pools import Pool
 from trtllm_replayssm.replay import ReplayConfig
@@ -106,7 +107,8 @@ class HybridDecoder:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def divided(self, tp_size: int) -> HybridDecoder:
-        """The decoder as one rank sees it. Raises UserError when a layer cannot be divided."""
+        """The decoder as one rank sees it. Raises UserError when a layer cannot be divided, or for no ranks at all."""
+        check_count("tp_size", tp_size)
         mtp = None if self.mtp is None else Mtp(tuple(layer.divided(tp_size) for layer in self.mtp.layers))
         return replace(self, layers=tuple(layer.divided(tp_size) for layer in self.layers), mtp=mtp)
 

@@ -192,7 +192,7 @@ def test_a_data_set_of_text_and_ids(engine: Engine, tmp_path: Path) -> None:
         (("--input_len", "90"), "leaves no room for output"),
         (("--request_rate", "nan"), "request_rate is nan"),
         (("--concurrency", "0"), "concurrency is 0"),
-        (("--warmup", "-1"), "--warmup and --random_seed"),
+        (("--warmup", "-1"), "--warmup is -1"),
         (("--max_draft_len", "2"), "--max_draft_len is for speculative decoding"),
         (("--forced_acceptance_length", "9"), "cannot keep 9 tokens"),
         (("--report_json", "/nowhere/report.json"), "/nowhere is not a folder"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -134,6 +136,44 @@ def test_closed_streams_change_no_status(streams: str, tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 1
 
 
+def speaking(text: str, streams: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """What becomes of a command that prints ``text`` and warns with it. streams: redirections of a shell."""
+    program = (
+        "import logging, sys\n"
+        "from trtllm_replayssm import console\n"
+        "from trtllm_replayssm.cli import doctor, main\n"
+        "def run(args):\n"
+        f"    logging.getLogger('trtllm_replayssm').warning({text!a})\n"
+        f"    console.print_line({text!a})\n"
+        f"    console.print_table({text!a}, ('', ''), [({text!a}, '1')])\n"
+        "    return 0\n"
+        "doctor.run = run\n"
+        "sys.exit(main.main(['doctor']))"
+    )
+    command = f"{sys.executable} -c {shlex.quote(program)} {streams}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, env=os.environ | variables, timeout=60)
+
+
+def test_a_result_for_a_closed_stdout_is_an_error() -> None:
+    done = speaking("found", ">&-")
+    assert done.returncode == 1
+    assert b"error: standard output is closed, and the result is lost\nhint: " in done.stderr
+
+
+def test_a_closed_stderr_costs_no_result() -> None:
+    done = speaking("found", "2>&-")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, b"found")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_every_text_can_be_printed(encoding: str) -> None:
+    text = "caf\u00e9 \U0001f40d \udcff"
+    done = speaking(text, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    written = text.encode(encoding, errors="backslashreplace")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (0, b"warning: " + written)
+    assert done.stdout.count(written) == 3
+
+
 def test_closed_pipe_is_no_error() -> None:
     """As in ``trtllm-replayssm doctor | head -1``, with more output than the pipe takes."""
     program = (
@@ -252,6 +292,27 @@ def test_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]
         main(["convert", "--model_dir", "model", "--output_dir", ""])
     assert end.value.code == 2
     assert "--output_dir: is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", str(2**31), "1" + 30 * "0"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "--model_dir", "m", "--output_dir", "o"],
+        ["inspect", "m"],
+        ["tune", "--synthetic_config", "m"],
+        ["bench", "--synthetic_config", "m"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_numbers_of_ranks_that_cannot_be(command: list[str], size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--tp_size", size]) == 1
+    assert capsys.readouterr().err.startswith("error: --tp_size is ")
+
+
+def test_every_count_of_a_list_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--synthetic_config", "m", "--decode_batch_sizes", "1", "-2", "3"]) == 1
+    assert capsys.readouterr().err == "error: --decode_batch_sizes is -2; it must be 1 or more\n"
 
 
 def test_pipeline_parallelism_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:

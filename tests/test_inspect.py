@@ -150,6 +150,8 @@ def test_tensor_parallel_rank_holds_its_share() -> None:
     assert half.weight_bytes < whole.weight_bytes
     with pytest.raises(UserError, match="cannot be divided over tp_size 3"):
         inspect_model(tiny(tp_size=3))
+    with pytest.raises(UserError, match="tp_size is 0; it must be 1 or more"):
+        inspect_model(tiny(tp_size=0))
 
 
 def test_kv_bytes_do_not_depend_on_drafts() -> None:

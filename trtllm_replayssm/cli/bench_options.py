@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_scaled_matmul_argument, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.options import (
+    FLOAT_DTYPES,
+    Count,
+    add_scaled_matmul_argument,
+    path_argument,
+    prefix_cache_bytes,
+)
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES, Fold, ReadDtype
 
@@ -13,10 +19,10 @@ THROUGHPUT_PLOT = "decode_throughput.png"
 #: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
 SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dtype", {"choices": FLOAT_DTYPES}, "of activations and weights; by default bfloat16"),
-    ("tp_size", {"type": int}, "ranks; by default 1"),
-    ("max_batch_size", {"type": int}, "requests that run at the same time; by default 8"),
-    ("max_seq_len", {"type": int}, "most tokens of a request; by default 4096, or what the model was trained for"),
-    ("max_num_tokens", {"type": int}, "most tokens of a prefill step; by default 8192"),
+    ("tp_size", {"action": Count}, "ranks; by default 1"),
+    ("max_batch_size", {"action": Count}, "requests that run at the same time; by default 8"),
+    ("max_seq_len", {"action": Count}, "most tokens of a request; by default 4096, or what the model was trained for"),
+    ("max_num_tokens", {"action": Count}, "most tokens of a prefill step; by default 8192"),
     ("replay_window", {"type": int}, "tokens of a request that wait in its ring; by default 16"),
     ("state_dtype", {"choices": FLOAT_STATES + QUANTISED_STATES}, "dtype of the recurrent state; by default float32"),
     ("state_read_dtype", {"choices": get_args(ReadDtype)}, "what decode and verify steps read of it; by default same"),
@@ -42,17 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path_argument,
         help='JSONL with {"input_ids" or "prompt", "output_tokens"}; else random tokens',
     )
-    requests.add_argument("--num_requests", type=int, help="how many; by default 64, or all of a data set")
-    requests.add_argument("--input_len", type=int, default=128, help="mean prompt tokens of random requests")
+    requests.add_argument("--num_requests", action=Count, help="how many; by default 64, or all of a data set")
+    requests.add_argument("--input_len", action=Count, default=128, help="mean prompt tokens of random requests")
     requests.add_argument("--input_stdev", type=float, default=0, help="standard deviation of the prompt tokens")
-    requests.add_argument("--output_len", type=int, default=128, help="mean output tokens")
+    requests.add_argument("--output_len", action=Count, default=128, help="mean output tokens")
     requests.add_argument("--output_stdev", type=float, default=0, help="standard deviation of the output tokens")
     requests.add_argument("--random_seed", type=int, default=0, help="of lengths, tokens and arrivals")
     load = parser.add_argument_group("load", "By default all requests arrive at once.")
     exclusive = load.add_mutually_exclusive_group()
     exclusive.add_argument("--request_rate", type=float, help="requests a second, arriving as a Poisson process")
-    exclusive.add_argument("--concurrency", type=int, help="requests under way; one that ends makes room for the next")
-    load.add_argument("--warmup", type=int, default=2, help="requests that run before the clock starts")
+    exclusive.add_argument(
+        "--concurrency", action=Count, help="requests under way; one that ends makes room for the next"
+    )
+    load.add_argument("--warmup", action=Count, least=0, default=2, help="requests that run before the clock starts")
     load.add_argument("--prefix_cache_gib", type=float, default=0, help="memory for common beginnings of prompts")
     speculation = parser.add_argument_group("speculative decoding")
     speculation.add_argument(
@@ -67,12 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps = parser.add_argument_group("decode steps instead of requests")
     steps.add_argument(
-        "--decode_batch_sizes", type=int, nargs="+", metavar="N", help="compare the modes at these sizes"
+        "--decode_batch_sizes", action=Count, nargs="+", metavar="N", help="compare the modes at these sizes"
     )
-    steps.add_argument("--profile_context_lens", type=int, nargs="+", metavar="N", help="parts of a step, on a GPU")
-    steps.add_argument("--context_len", type=int, default=1024, help="tokens that every request holds at first")
-    steps.add_argument("--steps", type=int, default=64, help="steps of one measurement, rounded up to whole windows")
-    steps.add_argument("--batch_size", type=int, help="requests of a profiled step; by default all slots of the engine")
+    steps.add_argument("--profile_context_lens", action=Count, nargs="+", metavar="N", help="parts of a step, on a GPU")
+    steps.add_argument("--context_len", action=Count, default=1024, help="tokens that every request holds at first")
+    steps.add_argument(
+        "--steps", action=Count, default=64, help="steps of one measurement, rounded up to whole windows"
+    )
+    steps.add_argument(
+        "--batch_size", action=Count, help="requests of a profiled step; by default all slots of the engine"
+    )
     steps.add_argument("--draft_len", type=int, default=3, help="drafts of a speculative step")
     steps.add_argument("--accepted", type=int, default=3, help="tokens that a speculative step keeps")
     parser.add_argument("--plot_dir", type=path_argument, help="folder for PNG plots of decode steps")
@@ -87,16 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises UserError for values that make no sense, and options that would do nothing; asked before long work."""
-    if args.warmup < 0 or args.random_seed < 0:
-        raise UserError("--warmup and --random_seed must be 0 or more")
+    if args.random_seed < 0:
+        raise UserError(f"--random_seed is {args.random_seed}; it must be 0 or more")
     prefix_cache_bytes(args)
     if args.scaled_matmul and args.engine_dir is None:
         raise UserError("--scaled_matmul is for FP8 weights, and random ones are not quantised", "give an --engine_dir")
-    for name in ("batch_size", "decode_batch_sizes", "profile_context_lens", "context_len", "steps"):
-        value = getattr(args, name)
-        least = min(value) if isinstance(value, list) else value
-        if least is not None and least < 1:
-            raise UserError(f"--{name} is {least}; it must be 1 or more")
     if measures_steps(args):
         if args.report_csv is not None:
             raise UserError("--report_csv has a row a request, and decode steps have none", "use --report_json")

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import add_replay_arguments, path_argument
+from trtllm_replayssm.cli.options import Count, add_replay_arguments, path_argument
 from trtllm_replayssm.cli.phases import phase_progress
 from trtllm_replayssm.console import byte_progress, bytes_text, print_line, print_table
 
@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "CPU or CUDA device; auto is tensorrt where TensorRT and a GPU are present",
     )
     parser.add_argument(
-        "--max_batch_size", type=int, default=8, help="requests that run together, one slot of state each"
+        "--max_batch_size", action=Count, default=8, help="requests that run together, one slot of state each"
     )
     parser.add_argument(
         "--max_seq_len",
         "--max_decoder_seq_len",
-        type=int,
+        action=Count,
         help="most tokens of a request, prompt and output; by default 4096, or less where the model was trained for less",
     )
-    parser.add_argument("--max_num_tokens", type=int, default=8192, help="most tokens of all requests in one step")
+    parser.add_argument("--max_num_tokens", action=Count, default=8192, help="most tokens of all requests in one step")
     add_replay_arguments(parser, overriding=True)
     parser.add_argument(
         "--tuned",
@@ -72,7 +72,7 @@ def add_tensorrt_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--opt_num_tokens",
-        type=int,
+        action=Count,
         help="tokens of a prefill step that kernels are chosen for; by default max_num_tokens / max_batch_size",
     )
     group.add_argument(

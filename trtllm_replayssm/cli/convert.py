@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, path_argument, replay_config
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, Count, add_replay_arguments, path_argument, replay_config
 from trtllm_replayssm.console import LOGGER, byte_progress, bytes_text, print_table
 from trtllm_replayssm.errors import UserError
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="dequantise",
         help="what becomes of quantised weights; keep: FP8 and NVFP4 weights of linear layers and experts stay quantised",
     )
-    parser.add_argument("--tp_size", type=int, default=1, help="ranks that share the model by tensor parallelism")
+    parser.add_argument("--tp_size", action=Count, default=1, help="ranks that share the model by tensor parallelism")
     parser.add_argument("--pp_size", type=int, default=1, help="pipeline stages; only 1 is supported")
     add_replay_arguments(parser)
 

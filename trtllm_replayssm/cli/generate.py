@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtllm_replayssm.cli.options import (
+    Count,
     add_running_arguments,
     path_argument,
     prefix_cache_bytes,
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--input_file", type=path_argument, help='JSONL file with rows {"prompt": "..."} or {"input_ids": [1, 2, ...]}'
     )
-    parser.add_argument("--max_output_len", type=int, default=32, help="most tokens to generate for a prompt")
+    parser.add_argument("--max_output_len", action=Count, default=32, help="most tokens to generate for a prompt")
     sampling = parser.add_argument_group("sampling", "Greedy when none of temperature, top_k and top_p is given.")
     sampling.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy")
     sampling.add_argument("--top_k", type=int, help="choose among so many of the likeliest tokens; 0 for all")
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--repetition_penalty", type=float, help="above 1: tokens of prompt and text are less likely")
     sampling.add_argument("--presence_penalty", type=float, help="above 0: tokens of the text are less likely")
     sampling.add_argument("--frequency_penalty", type=float, help="the same, times how often the text has them")
-    sampling.add_argument("--min_tokens", type=int, default=0, help="tokens before which no text ends")
+    sampling.add_argument("--min_tokens", action=Count, least=0, default=0, help="tokens before which no text ends")
     sampling.add_argument("--end_id", type=int, help="token that ends a text; -1 for none; by default the model's own")
     sampling.add_argument("--stop", action="append", help="string that ends a text; may be given several times")
     parser.add_argument(
@@ -76,9 +77,8 @@ def generate(args: argparse.Namespace) -> int:
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.runtime.sampling import SamplingParams
 
-    for name, least in (("max_output_len", 1), ("random_seed", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is {getattr(args, name)}; it must be {least} or more")
+    if args.random_seed < 0:
+        raise UserError(f"--random_seed is {args.random_seed}; it must be 0 or more")
     if args.min_tokens > args.max_output_len:
         raise UserError(f"--min_tokens {args.min_tokens} is more than --max_output_len {args.max_output_len}")
     cache_bytes = prefix_cache_bytes(args)

@@ -10,9 +10,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, add_replay_arguments, path_argument, replay_config
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, Count, add_replay_arguments, path_argument, replay_config
 from trtllm_replayssm.console import bytes_text, count_text, print_line, print_table
-from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
     from trtllm_replayssm.inspection import Report, Subject
@@ -35,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     stored = parser.add_argument_group("what if", "Without these, what is stored with the model counts.")
     stored.add_argument("--dtype", choices=FLOAT_DTYPES, help="dtype of activations and weights")
-    stored.add_argument("--tp_size", type=int, help="ranks of the tensor-parallel group; bytes are those of one rank")
-    stored.add_argument("--max_seq_len", type=int, help="tokens of a request, for the size of its KV cache")
+    stored.add_argument(
+        "--tp_size", action=Count, help="ranks of the tensor-parallel group; bytes are those of one rank"
+    )
+    stored.add_argument("--max_seq_len", action=Count, help="tokens of a request, for the size of its KV cache")
     add_replay_arguments(parser, overriding=True)
 
 
@@ -54,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 def overridden(subject: Subject, args: argparse.Namespace) -> Subject:
     """The subject with what the command line says instead. Raises UserError for what no model can have."""
-    if args.max_seq_len is not None and args.max_seq_len < 1:
-        raise UserError(f"--max_seq_len is {args.max_seq_len}; it must be 1 or more")
     fields = {name: getattr(args, name) for name in ("dtype", "tp_size", "max_seq_len")}
     given = {name: value for name, value in fields.items() if value is not None}
     return replace(subject, replay=replay_config(args, subject.replay), **given)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from trtllm_replayssm.cli.options import Count
 from trtllm_replayssm.console import bytes_text, print_line, print_table
 from trtllm_replayssm.errors import UserError
 
@@ -26,15 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", default="sm_90a", help="architecture to compile for, such as sm_90a, sm_100a or sm_103a"
     )
     parser.add_argument("--only", metavar="TEXT", help="only kernels whose name contains TEXT")
-    parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once")
+    parser.add_argument("--jobs", action=Count, default=2, help="kernels compiled at once")
     parser.add_argument("--json", action="store_true", help="print one JSON array, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.plugins.compiler import check_architecture
 
-    if args.jobs < 1:
-        raise UserError(f"--jobs is {args.jobs}; it must be 1 or more")
     check_architecture(args.arch)
     reports = list(compiled(args))
     if args.json:

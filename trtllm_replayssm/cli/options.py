@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from trtllm_replayssm.counts import check_count
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES, Fold, ReadDtype, ReplayConfig, Rounding
 
@@ -17,6 +19,21 @@ def path_argument(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a path, or . for the current folder")
     return Path(text)
+
+
+class Count(argparse.Action):
+    """One integer or several of ``least`` or more, and no more than fits into 32 bits. Raises UserError for others."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, least: int = 1, **more: Any) -> None:
+        super().__init__(option_strings, dest, type=int, **more)
+        self.least = least
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        for value in values if isinstance(values, list) else [values]:
+            check_count(option or self.dest, value, self.least)
+        setattr(namespace, self.dest, values)
 
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.cli.options import FLOAT_DTYPES, path_argument
+from trtllm_replayssm.cli.options import FLOAT_DTYPES, Count, path_argument
 from trtllm_replayssm.console import LOGGER, bytes_text, print_line, print_table
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES
@@ -30,14 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     synthetic = parser.add_argument_group("model of a --synthetic_config", "As for convert.")
     synthetic.add_argument("--dtype", choices=FLOAT_DTYPES, help="of activations; by default bfloat16")
-    synthetic.add_argument("--tp_size", type=int, help="ranks; by default 1. What one rank does is timed")
+    synthetic.add_argument("--tp_size", action=Count, help="ranks; by default 1. What one rank does is timed")
     target = parser.add_argument_group("what to tune for")
     target.add_argument(
-        "--batch_size", type=int, help="requests of a step; by default the engine's max_batch_size, or 8"
+        "--batch_size", action=Count, help="requests of a step; by default the engine's max_batch_size, or 8"
     )
-    target.add_argument("--draft_len", type=int, help="drafts of a request in a step; by default what the model stores")
+    target.add_argument(
+        "--draft_len", action=Count, least=0, help="drafts of a request in a step; by default what the model stores"
+    )
     chosen = parser.add_argument_group("candidates")
-    chosen.add_argument("--windows", type=int, nargs="+", metavar="N", help="by default 4 8 12 16 24 32 64")
+    chosen.add_argument("--windows", action=Count, nargs="+", metavar="N", help="by default 4 8 12 16 24 32 64")
     chosen.add_argument(
         "--state_dtypes", nargs="+", choices=FLOAT_STATES + QUANTISED_STATES, help="by default all of floating point"
     )
@@ -50,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument("--max_slot_bytes", type=int, help="most bytes of a request in all recurrent layers of a rank")
     parser.add_argument(
-        "--error_tokens", type=int, default=4096, help="tokens of the request over which errors are measured"
+        "--error_tokens", action=Count, default=4096, help="tokens of the request over which errors are measured"
     )
-    parser.add_argument("--repeats", type=int, default=7, help="replays of which a time is the median")
+    parser.add_argument("--repeats", action=Count, default=7, help="replays of which a time is the median")
     parser.add_argument("--output", type=path_argument, help="JSON file to write, for build --tuned")
     parser.add_argument("--dry_run", action="store_true", help="list the candidates and their memory; needs no GPU")
     parser.add_argument("--device", help="cuda or cuda:N; by default this machine's GPU")
@@ -77,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises UserError for values that make no sense, and options that would do nothing."""
-    positive = ("batch_size", "error_tokens", "repeats", "max_slot_bytes", "max_error", "tp_size")
-    for name in positive:
+    for name in ("max_slot_bytes", "max_error"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name} is {value}; it must be more than 0")

@@ -13,7 +13,8 @@ import trtllm_replayssm
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
-from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
+from trtllm_replayssm.counts import LARGEST, check_count
+from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS
@@ -73,8 +74,8 @@ class BuildOptions:
             check_flavour(self.engine_flavour)
         for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "opt_num_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; it must be 1 or more")
+            if value is not None:
+                check_count(name, value)
 
     def for_tensorrt(self) -> list[str]:
         """Names of the options that were given and mean something for TensorRT only."""
@@ -128,8 +129,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise EngineError(f"{name} is {value!r}; it must be an integer of 1 or more")
+            if type(value) is not int or not 1 <= value <= LARGEST:
+                raise EngineError(f"{name} is {value!r}; it must be an integer from 1 to {LARGEST}")
         step = self.max_batch_size * self.replay.verify_tokens
         if self.max_num_tokens < step:
             raise EngineError(
