@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trtllm_replayssm.bench.measures import Percentiles, Record
 from trtllm_replayssm.bench.workload import Item, random_items
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.runtime import devices
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.session import Session
@@ -190,13 +192,15 @@ def test_a_data_set_of_text_and_ids(engine: Engine, tmp_path: Path) -> None:
         (("--decode_batch_sizes", "1", "--steps", "-1"), "--steps is -1"),
         (("--decode_batch_sizes", "1", "--plot_dir", "/proc/nowhere"), "/proc/nowhere"),
         (("--input_len", "90"), "leaves no room for output"),
+        (("--dataset", "/nowhere/data.jsonl"), "--input_len is for random requests"),
+        (("--decode_batch_sizes", "1", "9999"), "--decode_batch_sizes 9999 is more than the"),
+        (("--profile_context_lens", "9", "--batch_size", "9999"), "--batch_size 9999 is more than the"),
         (("--request_rate", "nan"), "request_rate is nan"),
         (("--concurrency", "0"), "concurrency is 0"),
         (("--warmup", "-1"), "--warmup is -1"),
         (("--max_draft_len", "2"), "--max_draft_len is for speculative decoding"),
         (("--forced_acceptance_length", "9"), "cannot keep 9 tokens"),
         (("--report_json", "/nowhere/report.json"), "/nowhere is not a folder"),
-        (("--dataset", "/nowhere/data.jsonl"), "cannot be read"),
     ],
 )
 def test_wrong_options_are_one_sentence(
@@ -231,6 +235,11 @@ def test_rows_that_cannot_be_run_are_named(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_data_set_that_is_not_there(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(engine, "--dataset", "/nowhere/data.jsonl") == 1
+    assert capsys.readouterr().err == "error: /nowhere/data.jsonl cannot be read: No such file or directory\n"
+
+
 # ---- synthetic engines -----------------------------------------------------------------------------------------------
 
 
@@ -254,6 +263,21 @@ def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data["world_info"]["max_batch_size"] == 3
     assert data["engine"]["replayssm"]["max_draft_len"] == 2
     assert data["decoding_stats"]["num_draft_tokens_percentiles"]["minimum"] > 0
+
+
+def test_a_synthetic_engine_that_is_too_large_is_told_its_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["bench", "--synthetic_config", str(small_config(tmp_path)), "--num_requests", "1"]
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 10)
+    assert main(words) == 1
+    assert capsys.readouterr().err.endswith("hint: use a larger machine, or more ranks: a larger --tp_size\n")
+    # Weights fit, and the state of a few requests.
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 100_000)
+    assert main(words) == 1
+    assert re.search(
+        "hint: give --max_batch_size [1-7] or less, or a smaller --max_seq_len\n$", capsys.readouterr().err
+    )
 
 
 def test_options_of_a_synthetic_engine_are_not_for_a_built_one(

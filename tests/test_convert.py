@@ -603,8 +603,10 @@ def test_what_killed_runs_left_is_named_when_the_disk_is_full(tmp_path: Path, mo
 
 def test_an_output_that_cannot_be_created(converted: Path) -> None:
     (converted / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        run(converted / "hf", converted / "file" / "out")
+    for output in ("out", "deeper/out"):
+        with pytest.raises(UserError, match="cannot be written: .*file is not a folder$") as refused:
+            run(converted / "hf", converted / "file" / output)
+        assert refused.value.hint == "choose another --output_dir"
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -369,7 +369,11 @@ def test_too_little_memory_is_said_with_figures_and_the_knob_to_turn(
     monkeypatch.setattr(devices, "available_bytes", lambda device: weights)
     with pytest.raises(EngineError, match="needs") as caught:
         Engine.load(engine_dir, device="cpu")
-    assert "larger machine" in caught.value.hint
+    assert caught.value.hint.startswith("build with a smaller --max_seq_len, or use a larger machine")
+    monkeypatch.setattr(devices, "available_bytes", lambda device: weights - 1)
+    with pytest.raises(EngineError, match="needs") as caught:
+        Engine.load(engine_dir, device="cpu")
+    assert caught.value.hint == "use a larger machine, or more ranks: convert with a larger --tp_size"
     monkeypatch.setattr(devices, "available_bytes", lambda device: weights + 2 * slot)
     Session(Engine.load(engine_dir, device="cpu"))
     monkeypatch.setattr(devices, "available_bytes", lambda device: 2 * slot)

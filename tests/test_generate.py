@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import subprocess
 import sys
@@ -351,6 +352,7 @@ def test_several_prompts_are_told_apart(engine_dir: Path, capsys: pytest.Capture
     ("line", "match"),
     [
         ("{", "is not JSON"),
+        ('{"prompt": "a\tb"}', "is not JSON: Invalid control character at column 14"),
         ("[1]", "found list"),
         ('{"prompt": "a", "input_ids": [1]}', "found ['input_ids', 'prompt']"),
         ('{"promt": "a"}', "found ['promt']"),
@@ -463,12 +465,19 @@ def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFix
 
 def test_build_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = synthetic.write_checkpoint(tmp_path / "checkpoint", synthetic.decoder())
-    base = ["build", "--checkpoint_dir", str(source), "--output_dir", str(tmp_path / "engine")]
+    base = ["build", "--checkpoint_dir", str(source), "--output_dir", str(tmp_path / "an engine")]
     base += ["--engine_flavour", "embedded"]
     limits = ["--max_batch_size", "2", "--max_seq_len", "99", "--max_num_tokens", "50", "--replay_window", "5"]
     assert main([*base, *limits]) == 0
-    assert "next" in capsys.readouterr().out
-    config = LLM(tmp_path / "engine", device="cpu").engine.config
+    (following,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["next"])
+    assert shlex.split(following)[:5] == [
+        "next",
+        "trtllm-replayssm",
+        "generate",
+        "--engine_dir",
+        str(tmp_path / "an engine"),
+    ]
+    config = LLM(tmp_path / "an engine", device="cpu").engine.config
     assert (config.max_batch_size, config.max_seq_len, config.max_num_tokens) == (2, 99, 50)
     assert config.replay.window == 5
 

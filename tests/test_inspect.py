@@ -223,6 +223,23 @@ def test_report_of_an_engine_is_what_lies_on_disk_and_in_the_pools(tmp_path: Pat
     assert source.parameters == report.parameters
 
 
+def test_rank_files_that_are_not_whole_are_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint("nemotron_h", tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "checkpoint")
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", BuildOptions(max_seq_len=64))
+    for folder, name in (("checkpoint", "rank0.safetensors"), ("engine", "rank0.engine")):
+        path = tmp_path / folder / name
+        whole = path.read_bytes()
+        assert main(["inspect", str(tmp_path / folder)]) == 0
+        for damage in (whole[:-1], whole[:100]):
+            path.write_bytes(damage)
+            assert main(["inspect", str(tmp_path / folder)]) == 1
+            assert str(path) in capsys.readouterr().err
+        path.unlink()
+        assert main(["inspect", str(tmp_path / folder)]) == 1
+        assert name in capsys.readouterr().err
+
+
 def test_a_folder_whose_config_names_no_dtype_is_reported_as_it_would_be_converted(tmp_path: Path) -> None:
     folder = write_hub(build("state_spaces"), tmp_path / "hub")
     config = convert(folder, tmp_path / "checkpoint")

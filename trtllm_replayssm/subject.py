@@ -15,7 +15,10 @@ from trtllm_replayssm.console import LOGGER
 from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.inspection import Subject
 from trtllm_replayssm.replay import ReplayConfig
+from trtllm_replayssm.runtime.build import checked_files
+from trtllm_replayssm.runtime.engine import checked_file
 from trtllm_replayssm.runtime.engine_config import EngineConfig
+from trtllm_replayssm.runtime.tensorrt.engine import check_files as check_plans
 
 #: Positions of the KV cache that a report assumes where neither engine nor user says.
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -24,7 +27,8 @@ DEFAULT_MAX_SEQ_LEN = 8192
 def read_subject(path: Path) -> Subject:
     """The model at ``path``: a folder with a config.json, or a config.json itself under any name.
 
-    Raises CheckpointError or EngineError when there is none, UnsupportedModelError for families that are not built.
+    Raises CheckpointError or EngineError when there is none, or its rank files are not whole, UnsupportedModelError for
+    families that are not built.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", "give a model folder, a checkpoint, an engine or a config.json")
@@ -32,10 +36,24 @@ def read_subject(path: Path) -> Subject:
     values = read_config(file)
     if "pretrained_config" in values:
         engine = EngineConfig.from_dict(values, str(file))
+        if path.is_dir():
+            check_engine_files(path, engine)
         return replace(checkpoint_subject(engine.checkpoint, "engine"), max_seq_len=engine.max_seq_len)
     if "architecture" in values and "architectures" not in values:
-        return checkpoint_subject(CheckpointConfig.from_dict(values, str(file)))
+        checkpoint = CheckpointConfig.from_dict(values, str(file))
+        if path.is_dir():
+            checked_files(path, checkpoint)
+        return checkpoint_subject(checkpoint)
     return hugging_face_subject(path, values)
+
+
+def check_engine_files(folder: Path, engine: EngineConfig) -> None:
+    """Raises EngineError unless the files of all ranks are there and whole."""
+    if engine.tensorrt is not None:
+        check_plans(folder, engine.tensorrt)
+        return
+    for rank in range(engine.world_size):
+        checked_file(folder, engine, rank)
 
 
 def checkpoint_subject(config: CheckpointConfig, source: str = "checkpoint") -> Subject:

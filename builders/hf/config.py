@@ -162,7 +162,7 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text, object_hook=float_objects, parse_int=integer_or_float)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", "--model_dir must be a folder with a config.json") from None
+        raise CheckpointError(f"{path} does not exist", "a model is a folder with a config.json") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
     except (ValueError, TypeError, RecursionError) as error:

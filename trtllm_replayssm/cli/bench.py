@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtllm_replayssm.cli.bench_options import (
+    MEAN_TOKENS,
     SYNTHETIC_OPTIONS,
     THROUGHPUT_PLOT,
     add_arguments,
+    check_batch_sizes,
     check_options,
     measures_steps,
 )
@@ -55,8 +57,11 @@ def run(args: argparse.Namespace) -> int:
             f"--{next(iter(given))} shapes the engine of a --synthetic_config",
             "an engine folder was built with its own",
         )
-    world_size = EngineConfig.read(args.engine_dir).world_size if args.engine_dir else (args.tp_size or 1)
-    return on_every_rank(world_size, bench, args)
+    if args.engine_dir is None:
+        return on_every_rank(args.tp_size or 1, bench, args)
+    config = EngineConfig.read(args.engine_dir)
+    check_batch_sizes(args, config.max_batch_size)
+    return on_every_rank(config.world_size, bench, args)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -159,12 +164,13 @@ def workload(args: argparse.Namespace, session: Session) -> list[Item]:
     from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
     engine = session.engine
+    output_len = args.output_len or MEAN_TOKENS
     if args.dataset is None:
         known = engine.config.checkpoint.num_tokens or engine.decoder.vocab_size
-        lengths = (args.input_len, args.output_len, known, args.input_stdev, args.output_stdev)
-        return random_items(64 if args.num_requests is None else args.num_requests, *lengths, args.random_seed)
-    items = read_items(args.dataset, lambda text: Tokenizer(engine.folder).encode(text), args.output_len)
-    if args.num_requests is not None and not 1 <= args.num_requests <= len(items):
+        lengths = (args.input_len or MEAN_TOKENS, output_len, known, args.input_stdev or 0, args.output_stdev or 0)
+        return random_items(args.num_requests or 64, *lengths, args.random_seed)
+    items = read_items(args.dataset, lambda text: Tokenizer(engine.folder).encode(text), output_len)
+    if args.num_requests is not None and args.num_requests > len(items):
         raise UserError(f"--num_requests is {args.num_requests}; {args.dataset} holds {len(items)} requests")
     return items[: args.num_requests]
 

@@ -15,6 +15,10 @@ from trtllm_replayssm.cli.options import (
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.replay import FLOAT_STATES, QUANTISED_STATES, Fold, ReadDtype
 
+#: Tokens of a random request's prompt, and of an answer, on average.
+MEAN_TOKENS = 128
+#: What only random requests have.
+RANDOM_OPTIONS = ("input_len", "input_stdev", "output_stdev")
 THROUGHPUT_PLOT = "decode_throughput.png"
 #: Options that shape the engine of a synthetic config: name, what argparse is told, and help.
 SYNTHETIC_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -49,10 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='JSONL with {"input_ids" or "prompt", "output_tokens"}; else random tokens',
     )
     requests.add_argument("--num_requests", action=Count, help="how many; by default 64, or all of a data set")
-    requests.add_argument("--input_len", action=Count, default=128, help="mean prompt tokens of random requests")
-    requests.add_argument("--input_stdev", type=float, default=0, help="standard deviation of the prompt tokens")
-    requests.add_argument("--output_len", action=Count, default=128, help="mean output tokens")
-    requests.add_argument("--output_stdev", type=float, default=0, help="standard deviation of the output tokens")
+    requests.add_argument(
+        "--input_len", action=Count, help=f"mean prompt tokens of random requests; by default {MEAN_TOKENS}"
+    )
+    requests.add_argument("--input_stdev", type=float, help="standard deviation of their prompt tokens; by default 0")
+    requests.add_argument(
+        "--output_len",
+        action=Count,
+        help=f"mean output tokens, and those of rows of a data set that do not say; by default {MEAN_TOKENS}",
+    )
+    requests.add_argument("--output_stdev", type=float, help="standard deviation of the output tokens; by default 0")
     requests.add_argument("--random_seed", type=int, default=0, help="of lengths, tokens and arrivals")
     load = parser.add_argument_group("load", "By default all requests arrive at once.")
     exclusive = load.add_mutually_exclusive_group()
@@ -104,6 +114,10 @@ def check_options(args: argparse.Namespace) -> None:
     prefix_cache_bytes(args)
     if args.scaled_matmul and args.engine_dir is None:
         raise UserError("--scaled_matmul is for FP8 weights, and random ones are not quantised", "give an --engine_dir")
+    if args.dataset is not None:
+        for name in RANDOM_OPTIONS:
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name} is for random requests", "those of a --dataset have lengths of their own")
     if measures_steps(args):
         if args.report_csv is not None:
             raise UserError("--report_csv has a row a request, and decode steps have none", "use --report_json")
@@ -116,6 +130,16 @@ def check_options(args: argparse.Namespace) -> None:
         check_matplotlib()
         args.plot_dir.mkdir(parents=True, exist_ok=True)
         check_writable(args.plot_dir / THROUGHPUT_PLOT)
+
+
+def check_batch_sizes(args: argparse.Namespace, max_batch_size: int) -> None:
+    """Raises UserError for steps of more requests than the engine at hand was built for."""
+    for name, sizes in (("decode_batch_sizes", args.decode_batch_sizes or ()), ("batch_size", (args.batch_size or 1,))):
+        if max(sizes, default=1) > max_batch_size:
+            raise UserError(
+                f"--{name} {max(sizes)} is more than the {max_batch_size} requests that the engine was built for",
+                "build with a larger --max_batch_size, or measure a --synthetic_config",
+            )
 
 
 def measures_steps(args: argparse.Namespace) -> bool:

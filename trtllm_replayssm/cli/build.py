@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -235,6 +236,6 @@ def print_summary(folder: Path, config: EngineConfig) -> None:
         ("weights", f"{bytes_text(max(config.rank_bytes))} a rank, {config.world_size} rank(s)"),
         ("state", f"{bytes_text(config.slot_bytes())} a request and rank, KV cache of {config.max_seq_len} included"),
         ("limits", f"{config.max_batch_size} requests, {config.max_seq_len} tokens each"),
-        ("next", f"trtllm-replayssm generate --engine_dir {folder} {prompt}"),
+        ("next", f"trtllm-replayssm generate --engine_dir {shlex.quote(str(folder))} {prompt}"),
     ]
     print_table(f"engine {folder}", ("", ""), rows)

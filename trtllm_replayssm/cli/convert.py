@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,6 @@ def print_summary(folder: Path, report: Report) -> None:
             "recurrent state",
             f"{bytes_text(report.total('state_bytes') + report.total('copy_bytes'))} a request and rank",
         ),
-        ("next", f"trtllm-replayssm build --checkpoint_dir {folder} --output_dir ENGINE_DIR"),
+        ("next", f"trtllm-replayssm build --checkpoint_dir {shlex.quote(str(folder))} --output_dir ENGINE_DIR"),
     ]
     print_table(f"checkpoint {folder}", ("", ""), rows)

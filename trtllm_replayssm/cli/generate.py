@@ -174,7 +174,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}", hint) from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}", hint) from None
+        raise UserError(f"{where} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", hint) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} cannot be read: {error}", hint) from None
     if not isinstance(row, dict) or set(row) not in ({"prompt"}, {"input_ids"}):

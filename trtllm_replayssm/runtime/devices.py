@@ -74,8 +74,11 @@ def container_available() -> int | None:
     return None
 
 
-def check_memory(device: torch.device, weights: int, slots: int, slot_bytes: int) -> None:
-    """Raises EngineError when weights (bytes) and the state of ``slots`` requests do not fit into the device's free memory."""
+def check_memory(device: torch.device, weights: int, slots: int, slot_bytes: int, built: bool = True) -> None:
+    """Raises EngineError when weights (bytes) and the state of ``slots`` requests do not fit into the device's free memory.
+
+    built: whether the sizes are those of an earlier build, or given with the command that runs now.
+    """
     available, state = available_bytes(device), slots * slot_bytes
     if available is None or weights + state <= available:
         return
@@ -84,9 +87,11 @@ def check_memory(device: torch.device, weights: int, slots: int, slot_bytes: int
         if weights
         else f"{bytes_text(state)} of state"
     )
-    if weights + slot_bytes > available:
-        hint = "use a larger machine, or more ranks: convert with a larger --tp_size"
-    else:
+    build, convert = ("build with", "convert with a larger --tp_size") if built else ("give", "a larger --tp_size")
+    hint = f"use a larger machine, or more ranks: {convert}"
+    if weights + slot_bytes <= available:
         fitting = (available - weights) // slot_bytes
-        hint = f"build with --max_batch_size {fitting} or less, or with a smaller --max_seq_len"
+        hint = f"{build} --max_batch_size {fitting} or less, or a smaller --max_seq_len"
+    elif weights <= available:
+        hint = f"{build} a smaller --max_seq_len, or {hint}"
     raise EngineError(f"the engine needs {parts}, but {device} has {bytes_text(available)} free", hint)

@@ -29,6 +29,7 @@ ENGINE_FORMAT = 1
 #: Longest sequence of an engine that was built without ``max_seq_len``: the trained maximum of hybrid models (often
 #: 262,144) would ask for a KV cache that few requests use.
 DEFAULT_MAX_SEQ_LEN = 4096
+ENGINE_FOLDER = "an engine is a folder written by: trtllm-replayssm build"
 REBUILD = "build the engine again with: trtllm-replayssm build"
 
 
@@ -142,6 +143,11 @@ class EngineConfig:
             raise EngineError(f"rank_bytes are {list(self.rank_bytes)}; sizes are integers of 1 or more")
 
     @property
+    def built(self) -> bool:
+        """Whether it lies in a folder, with the sizes that its build was given; a synthetic engine does not."""
+        return bool(self.rank_bytes)
+
+    @property
     def world_size(self) -> int:
         return self.checkpoint.tp_size
 
@@ -204,9 +210,7 @@ class EngineConfig:
         """The config that ``to_dict`` wrote. Raises EngineError for other programs' engines and other versions'."""
         ours = data.get("replayssm")
         if not isinstance(ours, dict) or not isinstance(data.get("pretrained_config"), dict):
-            raise EngineError(
-                f"{where} does not describe an engine of trtllm-replayssm", "--engine_dir must be a folder of its build"
-            )
+            raise EngineError(f"{where} does not describe an engine of trtllm-replayssm", ENGINE_FOLDER)
         check_flavour(ours.get("engine_flavour", "missing"))
         for name, wanted in (("format_version", ENGINE_FORMAT), ("plugin_version", PLUGIN_VERSION)):
             if ours.get(name) != wanted:
@@ -250,9 +254,7 @@ class EngineConfig:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise EngineError(
-                f"{path} does not exist", "--engine_dir must be a folder written by: trtllm-replayssm build"
-            ) from None
+            raise EngineError(f"{path} does not exist", ENGINE_FOLDER) from None
         except OSError as error:
             raise EngineError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:

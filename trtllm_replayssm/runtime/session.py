@@ -46,7 +46,7 @@ class Session:
         self.replay = config.replay
         self.max_batch_size = config.max_batch_size
         self.slots = config.max_batch_size + snapshot_slots
-        check_memory(engine.device, 0, self.slots, config.slot_bytes())
+        check_memory(engine.device, 0, self.slots, config.slot_bytes(), config.built)
         self.layout = config.pools()
         allocated = {name: pool.allocate(self.slots, engine.device) for name, pool in self.layout.items()}
         self.cursors = allocated.pop("cursors")

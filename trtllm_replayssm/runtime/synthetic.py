@@ -66,7 +66,7 @@ def synthetic_engine(
     group = process_group(config.world_size, where)
     rank = 0 if group is None else group.rank()
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in checkpoint.rank_layout().values())
-    check_memory(where, size, config.max_batch_size, config.slot_bytes())
+    check_memory(where, size, config.max_batch_size, config.slot_bytes(), config.built)
     # Rank 0 speaks for all.
     log.log(logging.INFO if rank == 0 else logging.DEBUG, "drawing %s of random weights", bytes_text(size))
     return Engine(
