@@ -52,7 +52,9 @@ def check_output(output_dir: Path, option: str, replaceable: Callable[[Path], bo
         if not os.path.lexists(output_dir):
             nearest = next(folder for folder in real(output_dir).parents if os.path.lexists(folder))
             if not nearest.is_dir():
-                raise UserError(f"{output_dir} cannot be written: {nearest} is not a folder", f"choose another {option}")
+                raise UserError(
+                    f"{output_dir} cannot be written: {nearest} is not a folder", f"choose another {option}"
+                )
             return
         if not output_dir.is_dir():
             raise UserError(f"{output_dir} exists and is not a folder", f"choose another {option}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from trtllm_replayssm.builders.families.base import Source
 from trtllm_replayssm.builders.hf.config import HfConfig
 from trtllm_replayssm.builders.hf.folder import HfFolder
 from trtllm_replayssm.builders.parallel import Parameter
+from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import CheckpointError, UnsupportedModelError, UserError
 from trtllm_replayssm.replay import ReplayConfig
 
@@ -604,9 +606,30 @@ def test_what_killed_runs_left_is_named_when_the_disk_is_full(tmp_path: Path, mo
 def test_an_output_that_cannot_be_created(converted: Path) -> None:
     (converted / "file").write_text("")
     for output in ("out", "deeper/out"):
-        with pytest.raises(UserError, match="cannot be written: .*file is not a folder$") as refused:
+        with pytest.raises(UserError, match=r"cannot be written: .*file is not a folder$") as refused:
             run(converted / "hf", converted / "file" / output)
         assert refused.value.hint == "choose another --output_dir"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", '{"bos_token": "<s>", ', "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": "{% for m in messages %}"}', "the chat template in .* is broken"),
+        ("chat_template.jinja", "{{ messages | shout }}", "the chat template in .* is broken"),
+    ],
+)
+def test_a_damaged_chat_template_is_found_before_the_folder_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, says: str
+) -> None:
+    folder = shutil.copytree(Path(__file__).parent / "data" / "trained" / "mamba2", tmp_path / "model")
+    words = ["convert", "--model_dir", str(folder), "--output_dir", str(tmp_path / "out")]
+    (folder / name).write_text(content)
+    assert main(words) == 1
+    assert re.match(f"error: .*{says}.*\nhint: download it again, or remove it", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+    (folder / name).write_text("{}")
+    assert main(words) == 0
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

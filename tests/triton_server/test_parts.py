@@ -394,6 +394,13 @@ TEMPLATE = """{{ bos_token }}{%- for m in messages %}
 {%- if thinking %}<think>{% endif %}"""
 
 
+def test_what_training_marks_in_a_template_changes_nothing(tmp_path: Path) -> None:
+    marked = "{%- for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(marked)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(tmp_path).prompt(messages, {}) == "<a><b>"
+
+
 def test_chat_templates(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": {"content": "<s>"}, "chat_template": "old"})

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             f"pp_size is {args.pp_size}; pipeline parallelism is not supported", "divide the model with --tp_size"
         )
     replay = replay_config(args)
+    check_chat_template(args.model_dir)
 
     from trtllm_replayssm.builders.convert import convert
     from trtllm_replayssm.inspection import inspect_model
@@ -66,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
         )
     print_summary(args.output_dir, inspect_model(checkpoint_subject(config)))
     return 0
+
+
+def check_chat_template(model_dir: Path) -> None:
+    """Raises UserError for a template that serve could not use: the folder that it came with is at hand only now."""
+    from trtllm_replayssm.triton.openai.chat import ChatTemplate
+
+    try:
+        ChatTemplate(model_dir)
+    except UserError as error:
+        hint = "download it again, or remove it: without one, the engine completes texts and refuses chats"
+        raise UserError(error.message, hint) from None
 
 
 def print_summary(folder: Path, report: Report) -> None:

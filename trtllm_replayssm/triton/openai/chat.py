@@ -13,6 +13,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.triton.openai.generation_tag import GenerationTag
 
 CONFIG = "tokenizer_config.json"
 #: Keys of tokenizer_config.json that templates know as variables.
@@ -40,6 +41,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = to_json
         environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
+        environment.add_extension(GenerationTag)
         try:
             self.template = None if source is None else environment.from_string(source)
         except TemplateSyntaxError as error:
