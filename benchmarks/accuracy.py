@@ -28,9 +28,10 @@ from torch import Tensor
 
 from benchmarks.accuracy_report import Report, Result
 from benchmarks.accuracy_runs import Forced, compile_kernels, feed_all, prepared
-from benchmarks.accuracy_variants import Variant, variants
+from benchmarks.accuracy_variants import Variant, chosen
 from trtllm_replayssm.bench.machine import machine_info
 from trtllm_replayssm.bench.plots import check_matplotlib
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.console import print_error
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.build import build_engine
@@ -142,8 +143,12 @@ class Comparison:
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: byte {error.start + 1} is 0x{error.object[error.start]:02x}"
+        ) from None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -152,6 +157,7 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, name) < (least := 2 if name == "context_len" else 1):
             raise UserError(f"{name} is {getattr(options, name)}; it must be {least} or more")
     check_matplotlib()
+    listed = chosen(CheckpointConfig.read(options.checkpoint_dir), options.windows, options.only or ())
     tokens, bytes_per_token = pieces(
         Tokenizer(options.checkpoint_dir), read_text(options.text), options.rows, options.context_len
     )
@@ -161,11 +167,18 @@ def run(options: argparse.Namespace) -> None:
         )
         build_engine(options.checkpoint_dir, Path(folder) / "engine", size)
         engine = Engine.load(Path(folder) / "engine", device=options.device, plugin_impl=options.plugin_impl)
-        compare(options, engine, tokens, bytes_per_token, start)
+        compare(options, engine, listed, tokens, bytes_per_token, start)
 
 
-def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_per_token: float, start: float) -> None:
-    """Measure all variants, and write what is found after each. start: of the run, by time.perf_counter.
+def compare(
+    options: argparse.Namespace,
+    engine: Engine,
+    listed: Sequence[Variant],
+    tokens: Tensor,
+    bytes_per_token: float,
+    start: float,
+) -> None:
+    """Measure the listed variants, and write what is found after each. start: of the run, by time.perf_counter.
 
     Raises UserError when the report cannot be written, or a variant failed.
     """
@@ -182,9 +195,7 @@ def compare(options: argparse.Namespace, engine: Engine, tokens: Tensor, bytes_p
     }
     options.output.mkdir(parents=True, exist_ok=True)
     report = Report(options.checkpoint_dir.resolve().name, about, comparison.segments)
-    baseline, *others = variants(engine, options.windows)
-    chosen = dict.fromkeys(variant for word in options.only or [""] for variant in others if word in variant.name)
-    listed, size = [baseline, *chosen], len(comparison.streams)
+    size = len(comparison.streams)
     if engine.plugins.name == "cuda":
         compile_kernels([variant.engine(engine, options.rows) for variant in listed])
     for group in (listed[first : first + size] for first in range(0, len(listed), size)):

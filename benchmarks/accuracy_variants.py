@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.accuracy_formats import FORMATS
 from trtllm_replayssm.bench.decode import with_replay
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.gated_delta import GatedDelta
 from trtllm_replayssm.builders.layers.kda import Kda
 from trtllm_replayssm.errors import UserError
@@ -66,10 +67,25 @@ def wrapped(plugins: Implementation, around: Callable[[Layer], Layer]) -> Implem
     )
 
 
-def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
-    """All that suit the engine's layers: the baseline, then the others by what they say about, in case time runs out."""
+def chosen(checkpoint: CheckpointConfig, windows: Sequence[int], words: Sequence[str]) -> list[Variant]:
+    """The baseline, and the variants whose names have one of the words, in the words' order; without words, all.
+
+    Raises UserError for a word that no name has.
+    """
+    baseline, *others = variants(checkpoint, windows)
+    found = {word: [variant for variant in others if word in variant.name] for word in words or [""]}
+    for word, named in found.items():
+        if not named:
+            raise UserError(
+                f"no variant has {word!r} in its name", f"the names are {'; '.join(v.name for v in others)}"
+            )
+    return [baseline, *dict.fromkeys(variant for named in found.values() for variant in named)]
+
+
+def variants(checkpoint: CheckpointConfig, windows: Sequence[int]) -> Iterator[Variant]:
+    """All that suit the model's layers: the baseline, then the others by what they say about, in case time runs out."""
     plain = replace(
-        engine.config.replay,
+        checkpoint.replay,
         window=1,
         max_draft_len=0,
         state_dtype="float32",
@@ -82,12 +98,12 @@ def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
     yield Variant(BASELINE, plain)
     if USUAL_WINDOW in windows:
         yield Variant(f"float32, window {USUAL_WINDOW}", usual)
-    yield from read_copies(engine, usual)
-    yield from single_copies(engine, usual, f"window {USUAL_WINDOW}")
-    yield from narrow(engine, usual, f"window {USUAL_WINDOW}")
-    yield from narrow(engine, plain, "standard")
-    yield from single_copies(engine, plain, "standard")
-    if any(isinstance(layer, GatedDelta | Kda) for _, layer in engine.decoder.named_parts()):
+    yield from read_copies(checkpoint, usual)
+    yield from single_copies(checkpoint, usual, f"window {USUAL_WINDOW}")
+    yield from narrow(checkpoint, usual, f"window {USUAL_WINDOW}")
+    yield from narrow(checkpoint, plain, "standard")
+    yield from single_copies(checkpoint, plain, "standard")
+    if any(isinstance(layer, GatedDelta | Kda) for _, layer in checkpoint.decoder.named_parts()):
         for ring in ("float32", "float16", "bfloat16"):
             derived = replace(usual, fold="derived", ring_dtype=ring)
             yield Variant(f"float32, window {USUAL_WINDOW}, derived fold of {ring} updates", derived)
@@ -95,41 +111,41 @@ def variants(engine: Engine, windows: Sequence[int]) -> Iterator[Variant]:
         if window != USUAL_WINDOW:
             other = replace(plain, window=window)
             yield Variant(f"float32, window {window}", other)
-            yield from narrow(engine, other, f"window {window}")
+            yield from narrow(checkpoint, other, f"window {window}")
 
 
-def read_copies(engine: Engine, replay: ReplayConfig) -> Iterator[Variant]:
+def read_copies(checkpoint: CheckpointConfig, replay: ReplayConfig) -> Iterator[Variant]:
     """An exact checkpoint, and outputs that come from a narrow copy of it."""
     for read_dtype in READ_DTYPES:
         copied = replace(replay, state_read_dtype=read_dtype)
-        if suits(engine, copied):
+        if suits(checkpoint, copied):
             yield Variant(f"{read_dtype} read copy, window {replay.window}", copied)
 
 
-def single_copies(engine: Engine, replay: ReplayConfig, when: str) -> Iterator[Variant]:
+def single_copies(checkpoint: CheckpointConfig, replay: ReplayConfig, when: str) -> Iterator[Variant]:
     """The state itself in a narrow format: the engine's, where an ordinary engine has it for these layers, or emulated."""
     for name, quantise in FORMATS.items():
         quantised = replace(replay, state_dtype=name) if name in QUANTISED_STATES else replay
-        if quantised.quantised_state and suits(engine, quantised):
+        if quantised.quantised_state and suits(checkpoint, quantised):
             yield Variant(f"{name} single copy, {when}", quantised)
         else:
             yield Variant(f"{name} single copy, {when}", replay, single_copy(quantise))
 
 
-def narrow(engine: Engine, replay: ReplayConfig, when: str) -> Iterator[Variant]:
+def narrow(checkpoint: CheckpointConfig, replay: ReplayConfig, when: str) -> Iterator[Variant]:
     """16-bit states, rounded to the nearest, and at random where layers can."""
     for dtype in ("bfloat16", "float16"):
         typed = replace(replay, state_dtype=dtype)
         yield Variant(f"{dtype}, {when}", typed)
         at_random = replace(typed, state_rounding="stochastic")
-        if suits(engine, at_random):
+        if suits(checkpoint, at_random):
             yield Variant(f"{dtype}, {when}, rounded at random", at_random)
 
 
-def suits(engine: Engine, replay: ReplayConfig) -> bool:
+def suits(checkpoint: CheckpointConfig, replay: ReplayConfig) -> bool:
     """Whether the model's layers can have these options."""
     try:
-        replace(engine.config.checkpoint, replay=replay).check_replay()
+        replace(checkpoint, replay=replay).check_replay()
     except UserError:
         return False
     return True

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Behind everything else: the package is to be found where it is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import accuracy, accuracy_runs, accuracy_summary, read_copy_error
+from benchmarks import accuracy, accuracy_runs, accuracy_summary, accuracy_variants, read_copy_error
 from benchmarks.accuracy_formats import FORMATS, e4m3
 from benchmarks.accuracy_report import EMULATED, Result
 from benchmarks.accuracy_runs import GraphRun, Run, feed_all, prepared
 from benchmarks.accuracy_variants import BASELINE, Variant, single_copy, suits, variants, written
+from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.convert import convert
 from trtllm_replayssm.demo.models import make_checkpoint
 from trtllm_replayssm.errors import UserError
@@ -155,7 +156,7 @@ def measured(comparison: accuracy.Comparison, variant: Variant) -> Result:
 
 def test_variants_differ_as_their_precision_says(made: Made) -> None:
     comparison = accuracy.Comparison(made.engine, made.tokens, 1.0)
-    results = {v.name: measured(comparison, v) for v in variants(made.engine, [4, 16])}
+    results = {v.name: measured(comparison, v) for v in variants(made.engine.config.checkpoint, [4, 16])}
     base = results[BASELINE]
     with torch.no_grad():
         logits = made.model(input_ids=made.tokens.long(), use_cache=False).logits.float()
@@ -182,7 +183,7 @@ def test_variants_differ_as_their_precision_says(made: Made) -> None:
         assert (f"float16, {window}, rounded at random" in results) == mamba2
     reads = {name for name in results if "read copy" in name}
     for read_dtype in ("fp8", "nvfp4"):
-        fits = suits(made.engine, ReplayConfig(window=16, state_read_dtype=read_dtype))
+        fits = suits(made.engine.config.checkpoint, ReplayConfig(window=16, state_read_dtype=read_dtype))
         assert (f"{read_dtype} read copy, window 16" in reads) == fits
     assert all(drift(name) > 1e-5 and not results[name].emulated for name in reads)
     assert "nvfp4 read copy, window 16" in reads
@@ -396,11 +397,11 @@ def test_a_variant_that_fails_is_named_and_the_rest_goes_on(
     def failing(state: Tensor) -> Tensor:
         raise RuntimeError("out of registers\nand more")
 
-    def listed(engine: Engine, windows: Any) -> Any:
-        for v in variants(engine, windows):
+    def listed(checkpoint: CheckpointConfig, windows: Any) -> Any:
+        for v in variants(checkpoint, windows):
             yield replace(v, emulated=single_copy(failing)) if v.name == "nvfp4 single copy, window 16" else v
 
-    monkeypatch.setattr(accuracy, "variants", listed)
+    monkeypatch.setattr(accuracy_variants, "variants", listed)
     assert command(one, tmp_path, monkeypatch, "--only", "nvfp4 single") == 1
     assert capsys.readouterr().err.endswith("error: 1 of 3 variants failed: nvfp4 single copy, window 16\n")
     report = json.loads((tmp_path / "out" / f"{one.checkpoint.name}.json").read_text())
@@ -425,9 +426,14 @@ def test_bits_are_over_bytes(one: Made) -> None:
     ("more", "message"),
     [
         (["--context_len", "1"], "context_len is 1"),
-        (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--text", "nowhere.txt"], "nowhere.txt cannot be read: No such file or directory\n"),
+        (["--text", sys.executable], "is not UTF-8 text: byte "),
+        (
+            ["--only", "float32", "foo"],
+            "error: no variant has 'foo' in its name\nhint: the names are nvfp4 read copy, window 16; ",
+        ),
         (["--context_len", "4000"], "fewer than 2 pieces of 4000"),
-        (["--checkpoint_dir", "nowhere"], "nowhere"),
+        (["--checkpoint_dir", "nowhere"], "nowhere/config.json does not exist\nhint: --checkpoint_dir must be"),
         (["--windows", "65"], "replay_window is 65"),
     ],
 )

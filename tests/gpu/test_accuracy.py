@@ -41,7 +41,7 @@ class Made:
         self.engine = Engine.load(folder / "engine", device="cuda")
         text = (TRAINED / "held_out.txt").read_text()
         self.tokens, _ = pieces(Tokenizer(self.engine.folder), text, ROWS, LENGTH)
-        self.variants = [v for v in variants(self.engine, [4, 16]) if v.name in NAMES]
+        self.variants = [v for v in variants(self.engine.config.checkpoint, [4, 16]) if v.name in NAMES]
         compile_kernels([self.of(variant) for variant in self.variants])
         self.plain = [Run(Session(self.of(variant)), self.tokens) for variant in self.variants]
         feed_all(self.plain)
