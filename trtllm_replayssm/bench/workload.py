@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_replayssm.counts import LARGEST, check_count, integer_text
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.tokenizer import check_unicode
 
+#: Random requests are drawn before the first one runs.
+MOST_REQUESTS = 1_000_000
 ROW = 'a row is {"input_ids": [1, 2, ...], "output_tokens": 128} or {"prompt": "...", "output_tokens": 128}'
 
 
@@ -33,14 +36,17 @@ def random_items(
     input_stdev: float = 0,
     output_stdev: float = 0,
     seed: int = 0,
+    max_seq_len: int = LARGEST,
 ) -> list[Item]:
     """Requests of uniformly drawn tokens; lengths are normally distributed around their means, and at least 1.
 
-    Raises UserError for counts and lengths below 1, or deviations that are negative or no numbers.
+    Raises UserError for counts and lengths below 1, deviations that are negative or no numbers, and, before any token is
+    drawn, for more than MOST_REQUESTS and for prompts that leave no room for output in ``max_seq_len``.
     """
     for name, value in (("num_requests", count), ("input_len", input_len), ("output_len", output_len)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be 1 or more")
+        check_count(name, value)
+    if count > MOST_REQUESTS:
+        raise UserError(f"num_requests is {count}; it must be {MOST_REQUESTS} or less")
     for name, deviation in (("input_stdev", input_stdev), ("output_stdev", output_stdev)):
         if not 0 <= deviation < math.inf:
             raise UserError(f"{name} is {deviation}; it must be 0 or more", "use 0 for requests of equal lengths")
@@ -50,6 +56,11 @@ def random_items(
         return [max(1, round(value)) for value in generator.normal(mean, deviation, count).tolist()]
 
     inputs, outputs = lengths(input_len, input_stdev), lengths(output_len, output_stdev)
+    if (longest := max(inputs)) >= max_seq_len:
+        raise UserError(
+            f"the longest prompt is {integer_text(longest)} tokens, which leaves no room for output in {max_seq_len}",
+            "lower --input_len or --input_stdev",
+        )
     return [Item(generator.integers(0, vocab_size, n).tolist(), out) for n, out in zip(inputs, outputs)]
 
 

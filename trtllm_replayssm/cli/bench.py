@@ -168,7 +168,7 @@ def workload(args: argparse.Namespace, session: Session) -> list[Item]:
     if args.dataset is None:
         known = engine.config.checkpoint.num_tokens or engine.decoder.vocab_size
         lengths = (args.input_len or MEAN_TOKENS, output_len, known, args.input_stdev or 0, args.output_stdev or 0)
-        return random_items(args.num_requests or 64, *lengths, args.random_seed)
+        return random_items(args.num_requests or 64, *lengths, args.random_seed, engine.config.max_seq_len)
     items = read_items(args.dataset, lambda text: Tokenizer(engine.folder).encode(text), output_len)
     if args.num_requests is not None and args.num_requests > len(items):
         raise UserError(f"--num_requests is {args.num_requests}; {args.dataset} holds {len(items)} requests")
