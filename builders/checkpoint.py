@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.layers.mla import Mla
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.safetensors_reader import SafetensorsFile
 from trtllm_replayssm.builders.safetensors_writer import DTYPE_NAMES
-from trtllm_replayssm.builders.typed import check_types
+from trtllm_replayssm.builders.typed import check_types, damage
 from trtllm_replayssm.errors import CheckpointError, UserError
 from trtllm_replayssm.network.packed import Packing, StoredWeight, assembled
 from trtllm_replayssm.plugins import PLUGIN_VERSION
@@ -169,7 +169,7 @@ class CheckpointConfig:
             if any(size < 1 for _, shape in config.rank_layout().values() for size in shape):
                 raise ValueError("a weight would be empty")
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, UserError) as error:
-            raise damaged(f"{where} is damaged: {error!r}") from None
+            raise damaged(f"{where} is damaged: {damage(error)}") from None
         return config
 
     @classmethod

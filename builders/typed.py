@@ -16,6 +16,11 @@ def check_types(item: Any) -> None:
             raise TypeError(f"{field.name} of {type(item).__name__} is {value!r}")
 
 
+def damage(error: Exception) -> str:
+    """What is wrong with the JSON whose reading raised ``error``, without the words of Python."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether ``value`` is of type ``hint``: a class, a Literal, a union, a tuple of any length, or a dict."""
     origin, args = get_origin(hint), get_args(hint)

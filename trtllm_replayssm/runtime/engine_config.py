@@ -13,6 +13,7 @@ import trtllm_replayssm
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
+from trtllm_replayssm.builders.typed import damage
 from trtllm_replayssm.counts import LARGEST, check_count
 from trtllm_replayssm.errors import CheckpointError, EngineError
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
@@ -243,8 +244,7 @@ class EngineConfig:
             if not isinstance(config.fingerprint, str):
                 raise EngineError(f"its fingerprint is {config.fingerprint!r}")
         except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
-            what = error if isinstance(error, EngineError) else repr(error)
-            raise EngineError(f"{where} is damaged: {what}", REBUILD) from None
+            raise EngineError(f"{where} is damaged: {damage(error)}", REBUILD) from None
         return config
 
     @classmethod
