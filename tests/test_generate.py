@@ -453,7 +453,7 @@ def test_a_damaged_engine_is_an_error_and_no_text(
     assert main(["generate", "--engine_dir", str(folder), "--input_text", "a", "--max_output_len", "2"]) == 1
     captured = capsys.readouterr()
     assert captured.out.strip() == ""
-    assert captured.err.startswith("error: the model computed values that are no numbers (NaN)\nhint: ")
+    assert captured.err.startswith("error: the model computed values that are no numbers (NaN, or infinite)\nhint: ")
 
 
 def test_full_device_is_one_sentence(engine_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from trtllm_replayssm.plugins.cursors import RowMode
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.speculation.drawing import Drawing
 from trtllm_replayssm.runtime.step_input import StepInput
 
 
@@ -152,6 +153,7 @@ def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch:
         assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9).tokens
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize(("mode", "before"), [(RowMode.ABSORB, 0), (RowMode.DECODE, 1)], ids=["prompt", "decode"])
 @pytest.mark.parametrize(
     ("kind", "sampling"),
@@ -165,7 +167,13 @@ def test_a_request_that_cannot_be_saved_fails_alone(engine: Engine, monkeypatch:
     ],
 )
 def test_logits_that_are_no_numbers_are_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any], mode: RowMode, before: int
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    sampling: dict[str, Any],
+    mode: RowMode,
+    before: int,
+    value: float,
 ) -> None:
     """Of that request alone, behind its prompt or later, which gets no token from them; its slot serves the next one."""
 
@@ -187,7 +195,7 @@ def test_logits_that_are_no_numbers_are_an_error(
         logits = run(rows, kind)
         if kind == mode and not damaged_steps:
             damaged_steps = 1
-            logits[1 - rows.first, :, 7] = float("nan")
+            logits[1 - rows.first, :, 7] = value
         return logits
 
     monkeypatch.setattr(made.launcher, "run", damaged)
@@ -200,6 +208,48 @@ def test_logits_that_are_no_numbers_are_an_error(
     made.submit(again := request(engine, 0, wanted[0].prompt, max_tokens=9, **sampling))
     finish(made)
     assert [one.tokens for one in (asked[0], asked[2], again)] == [wanted[i].tokens for i in (0, 2, 0)]
+
+
+def test_what_is_computed_behind_the_end_of_a_text_does_not_matter(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are right go beyond the token that ends a text; plain steps would never come there."""
+    free = alone(engine, 0, [3] * 5, max_tokens=9).tokens
+    sampling = {"max_tokens": 9, "end_id": free[2]}
+    wanted = alone(engine, 0, [3] * 5, **sampling)
+    made = scheduler(engine)
+    made.submit(asked := request(engine, 0, [3] * 5, drafts=tuple(free), **sampling))
+    run = made.launcher.run
+
+    def damaged(rows: Any, mode: RowMode) -> torch.Tensor:
+        logits = run(rows, mode)
+        logits[:, 2:] = float("nan")
+        return logits
+
+    monkeypatch.setattr(made.launcher, "run", damaged)
+    (last,) = [update for update in finish(made) if update.finished]
+    assert last.error is None and asked.tokens == wanted.tokens == free[:3]
+    assert asked.statistics.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["mtp", "draft_model"])
+def test_a_draft_model_whose_logits_are_no_numbers_drafts_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any]
+) -> None:
+    """And spoils no text."""
+    add = Drawing.add
+    monkeypatch.setattr(
+        Drawing, "add", lambda self, logits: add(self, {slot: x + float("nan") for slot, x in logits.items()})
+    )
+    made = scheduler(engine, kind)
+    asked = [request(engine, name, [2 + name] * 5, max_tokens=9, **sampling) for name in range(3)]
+    for one in asked:
+        made.submit(one)
+    errors = [update.error for update in finish(made) if update.finished]
+    assert errors == [None] * 3 and made.statistics.num_draft_tokens == 0
+    for one in asked:
+        assert one.tokens == alone(engine, 0, one.prompt, max_tokens=9, **sampling).tokens
 
 
 def test_a_request_that_fails_by_itself_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,9 @@ def test_values_that_are_no_numbers_are_said_once(engines: tuple[Path, Path], tm
     done = generate(folder, "--input_text", "Hello", "--device", "cpu")
     assert done.returncode == 1 and done.stdout.strip() == ""
     error, hint = done.stderr.splitlines()
-    assert error == "error: the model computed values that are no numbers (NaN)" and hint.startswith("hint: ")
+    assert error == "error: the model computed values that are no numbers (NaN, or infinite)" and hint.startswith(
+        "hint: "
+    )
 
 
 # ---- ranks that are lost ---------------------------------------------------------------------------------------------

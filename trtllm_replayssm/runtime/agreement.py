@@ -10,14 +10,17 @@ from torch import Tensor
 
 from trtllm_replayssm.runtime.engine import Engine
 
+#: Behind the ids of a row that has fewer than others; no id, and not sampling.NO_TOKEN, which may be one of them.
+PADDING = -2
+
 
 def agreed(rows: Sequence[Sequence[int]], longest: int, engine: Engine) -> list[list[int]]:
     """Rank 0's rows, of token ids; every rank has as many rows, none with more than ``longest`` ids."""
     if engine.group is None:
         return [list(row) for row in rows]
-    table = torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], device=engine.device)
+    table = torch.tensor([[*row, *[PADDING] * (longest - len(row))] for row in rows], device=engine.device)
     dist.broadcast(table, 0, group=engine.group)
-    return [[token for token in row if token >= 0] for row in table.tolist()]
+    return [[token for token in row if token != PADDING] for row in table.tolist()]
 
 
 def agree(tokens: Tensor, engine: Engine) -> Tensor:

@@ -88,7 +88,10 @@ class Launcher:
     # ---- what a step brought -----------------------------------------------------------------------------------------
 
     def tokens(self, flight: Flight) -> dict[int, list[int]]:
-        """New tokens of each slot, once they are on the host; those of rank 0 on every rank. None where a logit was NaN."""
+        """New tokens of each slot, once they are on the host; those of rank 0 on every rank.
+
+        NO_TOKEN stands behind those that could be chosen, where logits were no numbers.
+        """
         if flight.tokens is None:
             return {}
         own = flight.tokens.get().tolist()
@@ -96,34 +99,29 @@ class Launcher:
             return self.judged(flight, flight.verification, own)
         for job in flight.takers.values():
             job.ahead -= 1
-        return {slot: numbers(own[slot - flight.first][:1]) for slot in flight.takers}
+        return {slot: own[slot - flight.first][:1] for slot in flight.takers}
 
     def judged(self, flight: Flight, verification: Verification, own: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """The tokens that stay of a step with drafts, and commit them; those of a slot with a NaN before its end do not."""
+        """The tokens that stay of a step with drafts, and commit them."""
         found = []
         for slot, job in flight.takers.items():
             row, draft = slot - flight.first, verification.drafts[slot]
-            kept = self.judge(verification.judged[row], own[row], draft, job.request.params, job.position)
-            found.append(numbers(kept))
+            found.append(self.judge(verification.judged[row], own[row], draft, job.request.params, job.position))
         length = self.session.replay.verify_tokens
         tokens = dict(zip(flight.takers, agreed(found, length, self.session.engine)))
+        sound = {slot: [token for token in new if token != NO_TOKEN] for slot, new in tokens.items()}
         # What stays is the token that was known and the drafts that were right: as many as there are new tokens.
-        counts = [len(tokens.get(slot, ())) for slot in range(flight.first, max(tokens) + 1)]
+        counts = [len(sound.get(slot, ())) for slot in range(flight.first, max(tokens) + 1)]
         self.session.commit(flight.first, counts)
         device = verification.logits.device
-        said = [(slot, token) for slot, new in tokens.items() for token in new]
+        said = [(slot, token) for slot, new in sound.items() for token in new]
         self.sampler.keep([slot for slot, _ in said], to_device([token for _, token in said], torch.long, device))
         if any(job.request.keeps_logits for job in flight.takers.values()):
             width = verification.logits.shape[1]
-            table = [(tokens.get(flight.first + row, []) + [0] * width)[:width] for row in range(len(counts))]
+            table = [(sound.get(flight.first + row, []) + [0] * width)[:width] for row in range(len(counts))]
             chosen = to_device([token for row in table for token in row], torch.long, device).view(-1, width)
             flight.kept = kept_logits(flight, verification.logits, chosen)
         return tokens
-
-
-def numbers(tokens: Sequence[int]) -> list[int]:
-    """The tokens, or none of them where one is missing: what a NaN was computed from is not to be trusted either."""
-    return [] if NO_TOKEN in tokens else list(tokens)
 
 
 def kept_logits(flight: Flight, logits: Tensor, tokens: Tensor) -> KeptLogits | None:

@@ -149,11 +149,11 @@ def choose(logits: Tensor, params: SamplingParams, position: int, purpose: Purpo
 def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -> Tensor:
     """What ``choose`` takes after each token of a step, int64 ``[rows, T]``: logits ``[rows, T, vocab]``, padding ids at -inf.
 
-    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. NO_TOKEN where a
-    logit is NaN. The host waits for nothing.
+    rows: parameters of a row, and the position of its first token; other rows get their likeliest tokens. NO_TOKEN where the
+    logits are no numbers. The host waits for nothing.
     """
-    likeliest, length = logits.argmax(-1), logits.shape[1]
-    tokens = likeliest.clone()
+    best, length = likeliest(logits), logits.shape[1]
+    tokens = best.clone()
     sampled = {row: given for row, given in rows.items() if not given[0].greedy}
     if sampled:
         places = to_device(list(sampled), torch.long, logits.device)
@@ -161,8 +161,14 @@ def choose_all(logits: Tensor, rows: Mapping[int, tuple[SamplingParams, int]]) -
         shares = [uniform(p.seed, start + i) for p, start in sampled.values() for i in range(length)]
         drawn = draw(logits.index_select(0, places).flatten(0, 1), params, shares)
         tokens.index_copy_(0, places, drawn.view(-1, length))
+    return tokens.masked_fill_(best == NO_TOKEN, NO_TOKEN)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """int64 ``[...]``, the likeliest tokens of logits ``[..., vocab]``; NO_TOKEN where one of these is NaN, or infinite."""
+    tokens = logits.argmax(-1)
     # NaN is the largest of all to argmax, so that no second look at the logits is needed.
-    return tokens.masked_fill_(logits.gather(-1, likeliest[..., None])[..., 0].isnan(), NO_TOKEN)
+    return tokens.masked_fill_(~logits.gather(-1, tokens[..., None])[..., 0].isfinite(), NO_TOKEN)
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], shares: Sequence[float]) -> Tensor:

@@ -32,6 +32,7 @@ from trtllm_replayssm.runtime.outputs import RequestId, Update
 from trtllm_replayssm.runtime.placing import keep_prefixes, place, saved
 from trtllm_replayssm.runtime.prefix_cache import PrefixCache
 from trtllm_replayssm.runtime.request import Request, check_request
+from trtllm_replayssm.runtime.sampling import NO_TOKEN
 from trtllm_replayssm.runtime.session import Session
 from trtllm_replayssm.runtime.speculation.drafter import Drafter, draft_room
 from trtllm_replayssm.runtime.speculation.drafting import drafts_for, kept_by
@@ -39,9 +40,9 @@ from trtllm_replayssm.runtime.speculation.statistics import SpeculationStatistic
 
 log = logging.getLogger(__name__)
 
-#: Message and hint for a request whose logits are NaN.
+#: Message and hint for a request whose logits are no numbers.
 NO_NUMBERS = (
-    "the model computed values that are no numbers (NaN)",
+    "the model computed values that are no numbers (NaN, or infinite)",
     "the engine's file is damaged, or its activations overflow: build it again, or convert with --dtype bfloat16 or float32",
 )
 
@@ -268,10 +269,12 @@ class Scheduler:
             for slot, new in tokens.items():
                 if self.running.get(slot) is not flight.jobs[slot]:
                     continue
-                if not new:
+                chosen = [token for token in new if token != NO_TOKEN]
+                if chosen:
+                    self.take(flight, slot, chosen)
+                # Behind the end of a text it does not matter what a step with drafts computed.
+                if len(chosen) < len(new) and not flight.jobs[slot].over:
                     self.fail([flight.jobs[slot]], EngineError(*NO_NUMBERS))
-                else:
-                    self.take(flight, slot, new)
             if self.drafter is not None:
                 read = [slot for slot, job in flight.jobs.items() if self.running.get(slot) is job]
                 self.drafter.observe(kept_by(flight, read, tokens, self.session.hidden))
