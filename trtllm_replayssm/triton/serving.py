@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,9 @@ WATCH_PERIOD = 0.5
 #: A server that was started again and lives no longer than so many seconds, so many times in a row, is given up: it will not
 #: live the next time, and whoever keeps ``serve`` running is to know.
 SHORT_LIFE, SHORT_LIVES = 10.0, 3
+#: Seconds in which the front may tell its clients that the server has ended. No text runs any more, and a client that has sent
+#: half a request is not waited for. aiohttp waits as long once more when it has cancelled them, and for ever if it is 0.
+LAST_ANSWERS = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,19 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in STOP_SIGNALS:
         loop.add_signal_handler(signum, stop.set)
-    if openai_port is None:
-        announce(server.ports, None)
+    async with nullcontext() if openai_port is None else front(server, deployment, engine, openai_port, stop):
+        announce(server.ports, openai_port, deployment.model)
         await watch(server, stop, deployment.startup_timeout)
-        return
+        # While the loop takes signals, a second of which must not end us half-way; and before the front ends, which can tell
+        # its clients then what has become of their requests.
+        await asyncio.to_thread(server.close)
+
+
+@asynccontextmanager
+async def front(
+    server: TritonServer, deployment: Deployment, engine: Path, port: int, stop: asyncio.Event
+) -> AsyncIterator[None]:
+    """OpenAI's interface, as long as the context lasts. stop: set when the server is to end."""
     from aiohttp import web
 
     from trtllm_replayssm.triton.openai.app import Front
@@ -105,15 +118,12 @@ async def attend(server: TritonServer, deployment: Deployment, engine: Path, ope
         Front(engine, deployment.model, backend).app(),
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=deployment.exit_timeout,
+        shutdown_timeout=LAST_ANSWERS,
     )
     try:
         await runner.setup()
-        await web.TCPSite(runner, deployment.host, openai_port).start()
-        announce(server.ports, openai_port, deployment.model)
-        await watch(server, stop, deployment.startup_timeout)
-        # Before the front, which can tell its clients then what has become of their requests.
-        await asyncio.to_thread(server.close)
+        await web.TCPSite(runner, deployment.host, port).start()
+        yield
     finally:
         await runner.cleanup()
         await backend.close()
