@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_replayssm.errors import EngineError
+from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.triton import serving
 from trtllm_replayssm.triton.installation import Installation
 from trtllm_replayssm.triton.log import ServerLog
@@ -90,6 +90,17 @@ def test_a_server_that_is_loading_is_ended_at_once(tmp_path: Path) -> None:
     begun = time.monotonic()
     server.close()
     assert server.process.returncode and time.monotonic() < begun + PATIENCE
+
+
+def test_what_could_not_be_started_again_is_not_ended_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of its group may be another's by then."""
+    with start(tmp_path, "exec sleep 60") as server:
+        (tmp_path / "tritonserver").unlink()
+        with pytest.raises(UserError, match="cannot be started: No such file or directory"):
+            server.restart(PATIENCE, lambda: False)
+        ended: list[int] = []
+        monkeypatch.setattr("trtllm_replayssm.triton.server.kill_group", ended.append)
+    assert not ended
 
 
 def test_a_signal_ends_a_restart(tmp_path: Path) -> None:

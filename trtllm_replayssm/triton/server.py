@@ -107,6 +107,8 @@ class TritonServer:
         self.model_file = repository.parent / "model.pid"
         #: When a rank was first missed, in seconds of the monotonic clock.
         self.missed: float | None = None
+        #: Whether nothing is left of it.
+        self.closed = True
         self.environment = {**os.environ, **installation.environment, MODEL_FILE_VARIABLE: str(self.model_file)}
         self.log = ServerLog()
         self.command = [
@@ -128,7 +130,7 @@ class TritonServer:
         """Raises UserError when the program cannot be run."""
         log.debug("%s", " ".join(self.command))
         self.model_file.unlink(missing_ok=True)
-        self.missed, self.closed = None, False
+        self.missed = None
         self.log.clear()
         try:
             # In a session of its own: signals of the terminal come to us alone, and we end it in good order.
@@ -147,6 +149,7 @@ class TritonServer:
             )
         except OSError as error:
             raise UserError(f"{self.command[0]} cannot be started: {error.strerror or error}") from None
+        self.closed = False
         self.reader = Thread(target=self.read, name="tritonserver-log", daemon=True)
         self.reader.start()
 
