@@ -131,3 +131,9 @@ def test_a_program_that_is_no_server_is_one_sentence(engine: Path, capsys: pytes
 
 def test_a_time_that_is_no_number_is_refused(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--startup_timeout" in refused(capsys, engine, "--startup_timeout", "nan", "--http_port", "-1")[-1]
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(-1, "0 or more"), (1 << 31, "2147483647 or less")])
+def test_an_exit_timeout_is_a_count(engine: Path, capsys: pytest.CaptureFixture[str], seconds: int, bound: str) -> None:
+    said = refused(capsys, engine, "--exit_timeout", str(seconds))
+    assert said == [f"error: --exit_timeout is {seconds}; it must be {bound}"]

@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from trtllm_replayssm.cli.options import path_argument
+from trtllm_replayssm.cli.options import Count, path_argument
 from trtllm_replayssm.cli.serving import add_serving_arguments, serving_options
 from trtllm_replayssm.errors import UserError
 
@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tritonserver", type=path_argument, help="the server's program; by default it is looked for")
     parser.add_argument("--startup_timeout", type=float, default=600.0, help="seconds that loading the engine may take")
     parser.add_argument(
-        "--exit_timeout", type=int, default=5, help="seconds that running requests get when the server is told to stop"
+        "--exit_timeout",
+        action=Count,
+        least=0,
+        default=5,
+        help="seconds that running requests get when the server is told to stop",
     )
     parser.add_argument(
         "--triton_option",
@@ -42,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from trtllm_replayssm.triton.serving import Deployment, serve
 
     options = serving_options(args)
-    if args.exit_timeout < 0 or not args.startup_timeout > 0:
-        raise UserError("--exit_timeout must be 0 or more, and --startup_timeout more than 0")
+    if not args.startup_timeout > 0:
+        raise UserError("--startup_timeout must be more than 0")
     ports = {name: getattr(args, f"{name}_port") for name in ("http", "grpc", "metrics", "openai")}
     with tempfile.TemporaryDirectory(prefix="trtllm-replayssm-") as folder:
         deployment = Deployment(
