@@ -233,8 +233,8 @@ class HybridDecoder:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HybridDecoder:
-        """The decoder that ``to_dict`` wrote. Raises KeyError or TypeError when the description is not one of ours."""
-        values = dict(data)
+        """The decoder that ``to_dict`` wrote. Raises KeyError, TypeError, AttributeError or ValueError for another one."""
+        values = {**data}
         values["layers"] = tuple(layer_from_dict(layer) for layer in data["layers"])
         if data.get("streams") is not None:
             values["streams"] = layer_from_dict(data["streams"])

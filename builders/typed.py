@@ -8,17 +8,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_types(item: Any) -> None:
-    """Raises TypeError, naming class and field, for the first field of ``item`` or its parts that has another type."""
+    """Raises ValueError, naming class and field, for the first field of ``item`` or its parts that has another type."""
     hints = get_type_hints(type(item))
     for field in fields(item):
         value = getattr(item, field.name)
         if not fits(value, hints[field.name]):
-            raise TypeError(f"{field.name} of {type(item).__name__} is {value!r}")
+            raise ValueError(f"{field.name} of {type(item).__name__} is {value!r}")
 
 
 def damage(error: Exception) -> str:
-    """What is wrong with the JSON whose reading raised ``error``, without the words of Python."""
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    """What is wrong with the JSON whose reading raised ``error``, without the words of Python.
+
+    Only what raises ValueError or UserError has a sentence of its own.
+    """
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, ZeroDivisionError):
+        return "a size in it is 0"
+    if isinstance(error, TypeError | AttributeError):
+        return "it has parts of other types or names than this version writes"
+    return str(error)
 
 
 def fits(value: Any, hint: Any) -> bool:

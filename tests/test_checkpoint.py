@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,14 +202,18 @@ def test_tensors_that_do_not_fit_the_config(checkpoint: Path, change: Callable, 
         (lambda data: data["replayssm"].update(format_version=99), "format 99"),
         (lambda data: data.pop("dtype"), "config.json is damaged: it has no 'dtype'"),
         (lambda data: data.update(dtype="int8"), "config.json is damaged"),
-        (lambda data: data.update(mapping=None), "config.json is damaged"),
+        (lambda data: data.update(mapping=None), "is damaged: it has parts of other types or names"),
         (lambda data: data["mapping"].update(tp_size="2"), "config.json is damaged"),
         (lambda data: data["mapping"].update(tp_size=0), "config.json is damaged"),
         (lambda data: data["mapping"].update(tp_size=3), "config.json is damaged"),
         (lambda data: data["replayssm"].pop("decoder"), "config.json is damaged"),
         (lambda data: data["replayssm"]["decoder"].update(layers=3), "config.json is damaged"),
         (lambda data: data["replayssm"]["decoder"].update(hidden_size="32"), "config.json is damaged"),
-        (lambda data: data["replayssm"]["decoder"]["layers"][0].update(kind="mamba9"), "config.json is damaged"),
+        (
+            lambda data: data["replayssm"]["decoder"]["layers"][0].update(kind="mamba9"),
+            "a layer 'mamba9', which is not known",
+        ),
+        (lambda data: data["replayssm"]["decoder"]["layers"][0].pop("kind"), "is damaged: it has no 'kind'"),
         (lambda data: data["replayssm"]["decoder"]["layers"][0].update(num_heads=None), "config.json is damaged"),
         (lambda data: data["replayssm"]["decoder"]["layers"][0].update(novelty=1), "config.json is damaged"),
         (lambda data: data["replayssm"]["replay"].update(window=0), "config.json is damaged"),
@@ -225,6 +231,39 @@ def test_tensors_that_do_not_fit_the_config(checkpoint: Path, change: Callable, 
 def test_damaged_config(checkpoint: Path, change: Callable, part: str) -> None:
     edit_config(checkpoint, change)
     refused(checkpoint, part)
+
+
+#: Of sentences that Python writes for programmers.
+PYTHON_WORDS = re.compile(
+    "NoneType|object|argument|subscript|iterable|modulo|attribute|mapping|__|sequence|supported|format"
+)
+
+
+def test_no_value_of_a_config_is_refused_in_words_of_python(checkpoint: Path) -> None:
+    original = json.loads((checkpoint / "config.json").read_text())
+
+    def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, part in parts:
+            yield (*way, key)
+            yield from places(part, (*way, key))
+
+    sentences = set()
+    for *way, last in places(original):
+        if last in ("format_version", "architecture") or (not way and last == "replayssm"):
+            continue
+        for odd in (None, "ab", [1], ["ab"], [], {"a": 1}, {}, {"kind": []}, True, 0, -1, 1.5):
+            data = copy.deepcopy(original)
+            part = data
+            for key in way:
+                part = part[key]
+            part[last] = odd
+            try:
+                CheckpointConfig.from_dict(data, "FILE")
+            except CheckpointError as error:
+                sentences.add(error.message.removeprefix("FILE is damaged: "))
+    assert len(sentences) > 100
+    assert [sentence for sentence in sentences if PYTHON_WORDS.search(sentence)] == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])

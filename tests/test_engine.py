@@ -250,7 +250,9 @@ def test_build_refuses_options_that_cannot_work(
         (lambda d: d.pop("replayssm"), "does not describe an engine of trtllm-replayssm"),
         (lambda d: d.pop("pretrained_config"), "does not describe an engine of trtllm-replayssm"),
         (lambda d: d["build_config"].pop("max_seq_len"), "is damaged: .*max_seq_len"),
-        (lambda d: d["pretrained_config"].pop("dtype"), "is damaged"),
+        (lambda d: d["pretrained_config"].pop("dtype"), "is damaged: it has no 'dtype'"),
+        (lambda d: d.update(build_config=None), "is damaged: it has parts of other types or names"),
+        (lambda d: d["replayssm"].update(rank_bytes=None), "is damaged: it has parts of other types or names"),
         # With these, a session would take no tokens at a step, and never end.
         (lambda d: d["build_config"].update(max_batch_size=0), "is damaged: max_batch_size is 0"),
         (lambda d: d["build_config"].update(max_num_tokens=1), "is damaged: max_num_tokens 1 is too small"),

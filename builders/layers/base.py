@@ -105,10 +105,13 @@ def to_dict(data: Any) -> Any:
 def layer_from_dict(data: dict[str, Any]) -> Any:
     """The layer, or other part, that ``to_dict`` wrote.
 
-    Raises KeyError for an unknown kind, TypeError for unknown fields.
+    Raises KeyError without a kind, ValueError for an unknown one, TypeError for unknown fields.
     """
     described = {key: value_from_json(value) for key, value in data.items() if key != "kind"}
-    return Described.kinds[data["kind"]](**described)
+    kind = data["kind"]
+    if not isinstance(kind, str) or kind not in Described.kinds:
+        raise ValueError(f"it names a layer {kind!r}, which is not known")
+    return Described.kinds[kind](**described)
 
 
 def value_from_json(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Packing:
         if self.input_scale is not None and not 0 < self.input_scale < math.inf:
             raise ValueError(f"an input_scale of {self.input_scale}")
         right = {"FP8": self.group_size is None or self.group_size > 0, "NVFP4": self.group_size == NVFP4_GROUP}
-        if not right[self.quant_algo] or (self.divides and self.quant_algo != "NVFP4"):
+        if not right.get(self.quant_algo) or (self.divides and self.quant_algo != "NVFP4"):
             raise ValueError(f"{self.quant_algo} in groups of {self.group_size}, divides {self.divides}")
 
     def layout(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

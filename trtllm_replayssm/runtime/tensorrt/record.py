@@ -41,7 +41,7 @@ class PlanRecord:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PlanRecord:
-        """What ``to_dict`` wrote. Raises TypeError or ValueError for anything else."""
+        """What ``to_dict`` wrote. Raises ValueError, or TypeError for other fields."""
         record = cls(**data)
         check_types(record)
         if not re.fullmatch(r"\d+\.\d+", record.compute_capability):
