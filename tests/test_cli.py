@@ -174,6 +174,19 @@ def test_every_text_can_be_printed(encoding: str) -> None:
     assert done.stdout.count(written) == 3
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONIOENCODING": "ascii:surrogateescape"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_every_text_can_be_printed_in_the_locale_c(variables: dict[str, str]) -> None:
+    done = speaking("caf\u00e9 \udcff", **variables)
+    assert (done.returncode, done.stdout.count(b"caf\\xe9 \\udcff")) == (0, 3)
+    assert done.stderr.splitlines()[0] == b"warning: caf\\xe9 \\udcff"
+
+
 def test_closed_pipe_is_no_error() -> None:
     """As in ``trtllm-replayssm doctor | head -1``, with more output than the pipe takes."""
     program = (
