@@ -427,6 +427,19 @@ def test_chat_templates(tmp_path: Path) -> None:
         ChatTemplate(tmp_path).prompt(messages, {})
 
 
+def test_a_mark_of_utf_8_is_no_part_of_a_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "a"}', encoding="utf-8-sig")
+    assert ChatTemplate(tmp_path).prompt([], {}) == "a"
+    (tmp_path / "chat_template.jinja").write_text("b", encoding="utf-8-sig")
+    assert ChatTemplate(tmp_path).prompt([], {}) == "b"
+
+
+def test_names_of_templates_are_texts(tmp_path: Path) -> None:
+    named = [{"name": ["a"], "template": "a"}, {"name": "default", "template": "b"}, {"template": "c"}, "d"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate(tmp_path).prompt([], {}) == "b"
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -435,7 +448,11 @@ def test_chat_templates(tmp_path: Path) -> None:
         ("tokenizer_config.json", b'{"bos_token"'),
         ("tokenizer_config.json", b"[]"),
         ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b"[" * 100_000),
         ("chat_template.jinja", b"{{ nothing"),
+        ("chat_template.jinja", b"{% continue %}"),
+        ("chat_template.jinja", b"{% if a %}" * 3000 + b"{% endif %}" * 3000),
+        ("chat_template.jinja", b"{{ " + b"9" * 5000 + b" }}"),
         ("chat_template.jinja", b"\xff"),
     ],
 )

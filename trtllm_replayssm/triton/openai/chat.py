@@ -29,26 +29,25 @@ class ChatTemplate:
         config = read_config(folder / CONFIG)
         file = folder / "chat_template.jinja"
         try:
-            source = (
-                file.read_text(encoding="utf-8") if file.is_file() else default_template(config.get("chat_template"))
-            )
-        except (OSError, UnicodeDecodeError) as error:
+            # utf-8-sig: editors on Windows begin a file with a mark.
+            own = file.read_text(encoding="utf-8-sig") if file.is_file() else None
+        except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be read: {error}", HINT) from None
+        source = default_template(config.get("chat_template")) if own is None else own
         try:
             self.variables = {name: token_text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         except KeyError as error:
             raise UserError(f"{folder / CONFIG} has a special token without {error}", HINT) from None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+        )
         environment.filters["tojson"] = to_json
         environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
-        environment.add_extension(GenerationTag)
         try:
             self.template = None if source is None else environment.from_string(source)
-        except TemplateSyntaxError as error:
-            where = file if file.is_file() else folder / CONFIG
-            raise UserError(
-                f"the chat template in {where} is broken: {error.message} (line {error.lineno})", HINT
-            ) from None
+        except (TemplateSyntaxError, SyntaxError, ValueError, RecursionError) as error:
+            where = file if own is not None else folder / CONFIG
+            raise UserError(f"the chat template in {where} is broken: {flaw(error)}", HINT) from None
 
     def prompt(self, messages: Sequence[dict[str, Any]], more: dict[str, Any]) -> str:
         """The text that the assistant's answer follows. more: further variables of the template.
@@ -84,8 +83,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}", HINT) from None
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no JSON object", HINT)
@@ -95,9 +94,18 @@ def read_config(path: Path) -> dict[str, Any]:
 def default_template(value: Any) -> str | None:
     """The template of tokenizer_config.json, which may hold several by name."""
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        entries = [entry for entry in value if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        value = {entry["name"]: entry.get("template") for entry in entries}.get("default")
     return value if isinstance(value, str) else None
+
+
+def flaw(error: Exception) -> str:
+    """What is wrong with a template. SyntaxError: of the code that jinja makes of it, whose lines are not the template's."""
+    if isinstance(error, TemplateSyntaxError):
+        return f"{error.message} (line {error.lineno})"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return error.msg if isinstance(error, SyntaxError) else str(error)
 
 
 def token_text(token: Any) -> str:
