@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_replayssm.counts import LARGEST, check_count, integer_text
+from trtllm_replayssm.counts import LARGEST, check_count
 from trtllm_replayssm.errors import UserError
 from trtllm_replayssm.runtime.tokenizer import check_unicode
 
@@ -40,16 +39,16 @@ def random_items(
 ) -> list[Item]:
     """Requests of uniformly drawn tokens; lengths are normally distributed around their means, and at least 1.
 
-    Raises UserError for counts and lengths below 1, deviations that are negative or no numbers, and, before any token is
-    drawn, for more than MOST_REQUESTS and for prompts that leave no room for output in ``max_seq_len``.
+    Raises UserError for counts and lengths below 1, deviations that are negative, no numbers or above LARGEST, and, before
+    any token is drawn, for more than MOST_REQUESTS and for prompts that leave no room for output in ``max_seq_len``.
     """
     for name, value in (("num_requests", count), ("input_len", input_len), ("output_len", output_len)):
         check_count(name, value)
     if count > MOST_REQUESTS:
         raise UserError(f"num_requests is {count}; it must be {MOST_REQUESTS} or less")
     for name, deviation in (("input_stdev", input_stdev), ("output_stdev", output_stdev)):
-        if not 0 <= deviation < math.inf:
-            raise UserError(f"{name} is {deviation}; it must be 0 or more", "use 0 for requests of equal lengths")
+        if not 0 <= deviation <= LARGEST:
+            raise UserError(f"{name} is {deviation}; it must be 0 to {LARGEST}", "use 0 for requests of equal lengths")
     generator = np.random.default_rng(seed)
 
     def lengths(mean: int, deviation: float) -> list[int]:
@@ -58,7 +57,7 @@ def random_items(
     inputs, outputs = lengths(input_len, input_stdev), lengths(output_len, output_stdev)
     if (longest := max(inputs)) >= max_seq_len:
         raise UserError(
-            f"the longest prompt is {integer_text(longest)} tokens, which leaves no room for output in {max_seq_len}",
+            f"the longest prompt is {longest} tokens, which leaves no room for output in {max_seq_len}",
             "lower --input_len or --input_stdev",
         )
     return [Item(generator.integers(0, vocab_size, n).tolist(), out) for n, out in zip(inputs, outputs)]

@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument(
         "--batch_size", action=Count, help="requests of a profiled step; by default all slots of the engine"
     )
-    steps.add_argument("--draft_len", type=int, default=3, help="drafts of a speculative step")
-    steps.add_argument("--accepted", type=int, default=3, help="tokens that a speculative step keeps")
+    steps.add_argument("--draft_len", action=Count, least=0, default=3, help="drafts of a speculative step")
+    steps.add_argument("--accepted", action=Count, default=3, help="tokens that a speculative step keeps")
     parser.add_argument("--plot_dir", type=path_argument, help="folder for PNG plots of decode steps")
     parser.add_argument("--report_json", type=path_argument, help="file to write, in the shape of trtllm-bench's")
     parser.add_argument("--report_csv", type=path_argument, help="file to write, a row a request")
