@@ -33,7 +33,7 @@ from trtllm_replayssm.bench.machine import machine_info
 from trtllm_replayssm.bench.plots import check_matplotlib
 from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.console import print_error
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import UserError, not_utf8
 from trtllm_replayssm.runtime.build import build_engine
 from trtllm_replayssm.runtime.engine import Engine
 from trtllm_replayssm.runtime.engine_config import BuildOptions
@@ -146,9 +146,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte {error.start + 1} is 0x{error.object[error.start]:02x}"
-        ) from None
+        raise not_utf8(str(path), error) from None
 
 
 def run(options: argparse.Namespace) -> None:

@@ -427,7 +427,7 @@ def test_bits_are_over_bytes(one: Made) -> None:
     [
         (["--context_len", "1"], "context_len is 1"),
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read: No such file or directory\n"),
-        (["--text", sys.executable], "is not UTF-8 text: byte "),
+        (["--text", sys.executable], "is not UTF-8: byte "),
         (
             ["--only", "float32", "foo"],
             "error: no variant has 'foo' in its name\nhint: the names are nvfp4 read copy, window 16; ",

@@ -223,6 +223,7 @@ def test_build_refuses_checkpoint_and_output_inside_one_another(checkpoint: Path
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_seq_len": 0}, "max_seq_len is 0"),
         ({"max_num_tokens": -1}, "max_num_tokens is -1"),
+        ({"max_batch_size": 2.5}, "max_batch_size is 2.5; it must be an integer"),
         ({"max_num_tokens": 7}, "max_num_tokens 7 is too small for a step of 8 requests, which takes 8 tokens"),
         ({"max_num_tokens": 31, "max_draft_len": 3}, "takes 32 tokens"),
         ({"replay_window": 65}, "replay_window is 65"),

@@ -9,7 +9,9 @@ LARGEST = 2**31 - 1
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raises UserError, which calls the count ``name``, unless it is from ``least`` to LARGEST."""
+    """Raises UserError, which calls the count ``name``, unless it is an integer from ``least`` to LARGEST."""
+    if type(value) is not int:
+        raise UserError(f"{name} is {value!r}; it must be an integer")
     if value < least:
         raise UserError(f"{name} is {integer_text(value)}; it must be {least} or more")
     if value > LARGEST:

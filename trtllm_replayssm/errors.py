@@ -21,6 +21,11 @@ class UserError(Exception):
         self.hint = hint
 
 
+def not_utf8(what: str, error: UnicodeDecodeError, hint: str = "") -> UserError:
+    """The error for bytes that are no text, which names the first of them; bytes are counted from 1."""
+    return UserError(f"{what} is not UTF-8: byte {error.start + 1} is 0x{error.object[error.start]:02x}", hint)
+
+
 class CheckpointError(UserError):
     """A Hugging Face or TensorRT-LLM checkpoint cannot be used as it is."""
 

@@ -19,7 +19,7 @@ from trtllm_replayssm.cli.options import (
 )
 from trtllm_replayssm.cli.ranks import on_every_rank
 from trtllm_replayssm.console import LOGGER, print_line
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import UserError, not_utf8
 
 if TYPE_CHECKING:
     from trtllm_replayssm.runtime.outputs import RequestId, RequestOutput
@@ -172,7 +172,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}", hint) from None
+        raise not_utf8(where, error, hint) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", hint) from None
     except (ValueError, RecursionError) as error:

@@ -14,8 +14,8 @@ from trtllm_replayssm.builders.checkpoint import CheckpointConfig
 from trtllm_replayssm.builders.layers.base import StateOptions
 from trtllm_replayssm.builders.model import HybridDecoder
 from trtllm_replayssm.builders.typed import damage
-from trtllm_replayssm.counts import LARGEST, check_count
-from trtllm_replayssm.errors import CheckpointError, EngineError
+from trtllm_replayssm.counts import check_count
+from trtllm_replayssm.errors import CheckpointError, EngineError, UserError
 from trtllm_replayssm.network.tensorrt.options import PlanOptions
 from trtllm_replayssm.plugins import PLUGIN_VERSION
 from trtllm_replayssm.plugins.cursors import CURSOR_WORDS
@@ -114,7 +114,7 @@ class EngineConfig:
     rank file. rank_bytes: sizes of the rank files, none before they are written. package_version, torch_version: of the
     program that built it. tensorrt: of the flavour tensorrt, its plans; None before they are built.
 
-    Raises EngineError for limits that no build has: with them, steps would take no tokens and never end.
+    Raises UserError for limits that no build has: with them, steps would take no tokens and never end.
     """
 
     checkpoint: CheckpointConfig
@@ -130,9 +130,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= LARGEST:
-                raise EngineError(f"{name} is {value!r}; it must be an integer from 1 to {LARGEST}")
+            check_count(name, getattr(self, name))
         step = self.max_batch_size * self.replay.verify_tokens
         if self.max_num_tokens < step:
             raise EngineError(
@@ -243,7 +241,7 @@ class EngineConfig:
                 raise EngineError(f"it has {len(config.rank_bytes)} rank_bytes for {config.world_size} rank(s)")
             if not isinstance(config.fingerprint, str):
                 raise EngineError(f"its fingerprint is {config.fingerprint!r}")
-        except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
             raise EngineError(f"{where} is damaged: {damage(error)}", REBUILD) from None
         return config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_replayssm.errors import UserError
+from trtllm_replayssm.errors import UserError, not_utf8
 from trtllm_replayssm.runtime.sampling import SamplingParams
 
 #: Input tensors by name; strings are object arrays of bytes.
@@ -184,5 +184,5 @@ def strings(arrays: Arrays, name: str) -> list[str]:
         try:
             found.append(value.decode() if isinstance(value, bytes) else str(value))
         except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8: byte {error.start + 1} is 0x{value[error.start]:02x}") from None
+            raise not_utf8(name, error) from None
     return found
