@@ -328,6 +328,11 @@ def test_every_count_of_a_list_is_looked_at(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "error: --decode_batch_sizes is -2; it must be 1 or more\n"
 
 
+def test_a_count_fits_into_32_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--engine_dir", "x", "--time_slice", "2147483648"]) == 1
+    assert capsys.readouterr().err == "error: --time_slice is 2147483648; it must be 2147483647 or less\n"
+
+
 def test_pipeline_parallelism_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--model_dir", "/nowhere", "--output_dir", "/nowhere2", "--pp_size", "2"]) == 1
     assert "pipeline parallelism is not supported" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.cli.options import add_running_arguments, path_argument, prefix_cache_bytes
+from trtllm_replayssm.cli.options import Count, add_running_arguments, path_argument, prefix_cache_bytes
 from trtllm_replayssm.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine_dir", type=path_argument, required=True, help="folder written by build")
     add_running_arguments(parser)
     parser.add_argument(
-        "--time_slice", type=int, help="tokens after which a request makes room for one that waits; by default never"
+        "--time_slice",
+        action=Count,
+        help="tokens after which a request makes room for one that waits; by default never",
     )
     parser.add_argument(
         "--include_input_in_output",
@@ -37,8 +39,6 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
     if args.cancellation_check_period_ms < 1:
         raise UserError("--cancellation_check_period_ms must be 1 or more")
     prefix_cache_bytes(args)
-    if args.time_slice is not None and args.time_slice < 1:
-        raise UserError(f"--time_slice is {args.time_slice}; it must be 1 or more")
     speculation_options(args)
     return ServingOptions(
         engine_dir=str(args.engine_dir),
