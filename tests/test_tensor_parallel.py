@@ -194,6 +194,15 @@ def kill_rank_one(folder: Path) -> int:
     return 0
 
 
+def end_rank_one_without_a_name(folder: Path) -> int:
+    """By a real-time signal."""
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 40)
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
 def fail_on_rank_one(folder: Path) -> int:
     """Rank 1 fails by a fault of the program while rank 0 waits for ever."""
     note_pid(folder)
@@ -215,6 +224,7 @@ def leave_quietly(folder: Path) -> int:
     ("target", "match"),
     [
         (kill_rank_one, r"^rank 1 was ended by SIGKILL; all ranks were stopped$"),
+        (end_rank_one_without_a_name, r"^rank 1 was ended by signal 40; all ranks were stopped$"),
         (fail_on_rank_one, r"^rank 1: ZeroDivisionError: no such luck$"),
         (refuse_on_both, r"^the sentence$"),
         (leave_quietly, r"^rank \d ended with status 7; all ranks were stopped$"),

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 
 from trtllm_replayssm.errors import EngineError, UserError
 from trtllm_replayssm.runtime.devices import resolve_device
+from trtllm_replayssm.signals import signal_name
 
 #: How long a rank waits for the others; loading weights from a slow disk counts.
 TIMEOUT = timedelta(minutes=10)
@@ -157,7 +158,7 @@ def failure(exit_codes: list[int | None], reports: list[Report]) -> UserError:
     """The cause among the ranks' ends: a signal, then what a rank says is at fault, then any other status."""
     for rank, code in enumerate(exit_codes):
         if code is not None and code < 0:
-            return EngineError(f"rank {rank} was ended by {signal.Signals(-code).name}; all ranks were stopped")
+            return EngineError(f"rank {rank} was ended by {signal_name(-code)}; all ranks were stopped")
     for kind in ("error", "fault", "lost"):
         for rank, report in enumerate(reports):
             if report.kind == kind:

@@ -21,6 +21,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from trtllm_replayssm.errors import EngineError, UserError
+from trtllm_replayssm.signals import signal_name
 from trtllm_replayssm.triton import MODEL_FILE_VARIABLE
 from trtllm_replayssm.triton.installation import Installation
 from trtllm_replayssm.triton.log import ServerLog
@@ -199,7 +200,7 @@ class TritonServer:
         if status is None:
             return f"{'the process' if self.missed is None else 'a rank'} of its model has ended"
         if status < 0:
-            return f"it was ended by {signal.Signals(-status).name}"
+            return f"it was ended by {signal_name(-status)}"
         return self.log.last_words() or f"it ended with status {status} without a word"
 
     def missing(self) -> str:

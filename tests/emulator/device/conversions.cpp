@@ -1,22 +1,12 @@
 // Conversions between floats of different widths.
-#include <string.h>
-
 #include "runtime.h"
 
 namespace emulator {
 
 namespace {
 
-u32 bits_of(float x) {
-    u32 bits;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits;
-}
-float float_of(u32 bits) {
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-}
+u32 bits_of(float x) { return same_bits<u32>(x); }
+float float_of(u32 bits) { return same_bits<float>(bits); }
 
 // |x| as the code of a narrow float without sign: FRACTION bits of fraction, exponents above BIAS; to the nearest, or to the
 // even one. x is a number. The code may be larger than the format has.

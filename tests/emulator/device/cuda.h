@@ -53,13 +53,6 @@ inline i64 max(i64 a, i64 b) { return a < b ? b : a; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 
-template <typename To, typename From>
-inline To same_bits(From x) {
-    static_assert(sizeof(To) == sizeof(From));
-    To y;
-    memcpy(&y, &x, sizeof(y));
-    return y;
-}
 inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __uint_as_float(u32 x) { return same_bits<float>(x); }

@@ -8,19 +8,11 @@ namespace emulator {
 
 namespace {
 
-float float_of(u32 bits) {
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return x;
-}
-
 // Tensor cores cut a sum off where its float ends (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021).
 float truncated(double x) {
     float y = float(x);
     if (__builtin_fabs(double(y)) > __builtin_fabs(x)) {
-        u32 bits;
-        memcpy(&bits, &y, sizeof(bits));
-        y = float_of(bits - 1);
+        y = same_bits<float>(same_bits<u32>(y) - 1);
     }
     return y;
 }
@@ -76,13 +68,13 @@ void load(void* const (&operands)[32]) {
 }  // namespace
 
 void multiply_bf16(void* const (&operands)[32], u32) {
-    multiply<16, 2>(operands, [](u32 word, int half) { return float_of(half ? word & 0xffff0000u : word << 16); });
+    multiply<16, 2>(operands, [](u32 word, int half) { return same_bits<float>(half ? word & 0xffff0000u : word << 16); });
 }
 void multiply_f16(void* const (&operands)[32], u32) {
     multiply<16, 2>(operands, [](u32 word, int half) { return from_f16(u16(half ? word >> 16 : word)); });
 }
 void multiply_tf32(void* const (&operands)[32], u32) {
-    multiply<8, 1>(operands, [](u32 word, int) { return float_of(word & 0xffffe000u); });
+    multiply<8, 1>(operands, [](u32 word, int) { return same_bits<float>(word & 0xffffe000u); });
 }
 
 void load_rows(void* const (&operands)[32], u32) { load<false>(operands); }

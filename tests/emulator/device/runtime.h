@@ -1,8 +1,17 @@
 // What an emulated kernel asks of the emulator. A thread is a fiber: it runs until it must wait for others.
 #pragma once
 #include <stddef.h>
+#include <string.h>
 
 #include "integers.cuh"
+
+template <typename To, typename From>
+inline To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof(y));
+    return y;
+}
 
 namespace emulator {
 
