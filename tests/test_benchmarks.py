@@ -286,6 +286,7 @@ def test_a_module_is_loaded_without_its_package(tmp_path, monkeypatch):
         (["fetch", "--only", "nobody"], "no peer 'nobody'"),
         (["plot", "nowhere.json"], "no result of a benchmark"),
         (["prebuild", "--peers", "nowhere"], "no folder nowhere|is needed to compile"),
+        (["prebuild", "--peers", str(Path(__file__).parent)], "cannot be imported|is needed to compile"),
     ],
 )
 def test_commands_say_what_is_wrong(arguments, message, monkeypatch, capsys):

@@ -8,6 +8,7 @@ machine that runs the benchmark. A plain library takes about half a minute of on
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.cases import MODELS, Mamba2Model
 from benchmarks.peers import loader
+from benchmarks.subject import Unavailable
 from trtllm_replayssm.errors import UserError
 
 ARCHITECTURE = "9.0a"
@@ -39,10 +41,10 @@ def prebuild(folder: Path, tokens: list[int], states: list[str]) -> Iterator[str
     os.environ["FLASHINFER_DISABLE_JIT"] = ""
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = temporary
-        os.environ["LIBRARY_PATH"] = f"{driver_stand_in(Path(temporary))}:{os.environ.get('LIBRARY_PATH', '')}"
+        os.environ["LIBRARY_PATH"] = f"{stand_ins(Path(temporary))}:{os.environ.get('LIBRARY_PATH', '')}"
         loader.use_folder(folder)
         for name, count in product(states, tokens):
-            for spec in specifications(getattr(torch, name), count):
+            for spec in found(getattr(torch, name), count):
                 try:
                     spec.build(verbose=False)
                 except RuntimeError as error:
@@ -55,13 +57,24 @@ def prebuild(folder: Path, tokens: list[int], states: list[str]) -> Iterator[str
                 yield f"{target.name}: {target.stat().st_size / 2**20:.1f} MiB"
 
 
-def driver_stand_in(folder: Path) -> Path:
-    """A folder with an empty libcuda, for the linker: the driver's library is only where a GPU is."""
+def stand_ins(folder: Path) -> Path:
+    """A folder with empty CUDA libraries, for the linker; the machine that runs the benchmark has the real ones."""
     path = folder / "stand_in"
     path.mkdir()
-    options = ["-shared", "-xc", os.devnull, "-Wl,-soname,libcuda.so.1", "-o", str(path / "libcuda.so")]
-    subprocess.run(["gcc", *options], check=True)
+    release = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    major = re.findall(r"release (\d+)", release)[0]
+    for library, version in (("libcuda", "1"), ("libcudart", major)):
+        named = [f"-Wl,-soname,{library}.so.{version}", "-o", str(path / f"{library}.so")]
+        subprocess.run(["gcc", "-shared", "-xc", os.devnull, *named], check=True)
     return path
+
+
+def found(state: torch.dtype, tokens: int) -> list[Any]:
+    """``specifications``, if the running Python can import FlashInfer; UserError if not."""
+    try:
+        return list(specifications(state, tokens))
+    except Unavailable as reason:
+        raise UserError(str(reason), "pip install -e '.[peers]' brings what FlashInfer imports") from None
 
 
 def specifications(state: torch.dtype, tokens: int) -> Iterator[Any]:
