@@ -1,6 +1,7 @@
 // What the adjoint of a step (delta_read.cuh) leaves behind: for products with the checkpoint, or with its copy.
 #pragma once
 #include "delta_chains.cuh"
+#include "ptx/mma.cuh"
 
 // Where a column of x belongs, so that a lane's eight columns follow each other as their codes' float16 values do
 // (delta_copy_read.cuh): E2M1 codes that are widened without an instruction for it come out even ones first.
@@ -17,6 +18,24 @@ struct Rescaling {
         const u32 biased = __float_as_uint(x) >> 23;
         factor = __uint_as_float((biased > 16 ? 254 + exponent - biased : 127) << 23);
         inverse = __uint_as_float((biased > 16 ? biased - exponent : 127) << 23);
+    }
+};
+
+// Of 16 entries that are a product's contracted elements and a lane's share of its left operand, those that exist: what is behind
+// them in shared memory may be no number.
+struct Present {
+    u32 mask[ENTRIES / 16][2];
+
+    __device__ __forceinline__ Present(int entries, int t) {
+#pragma unroll
+        for (int s = 0; s < 2 * (ENTRIES / 16); ++s) {
+            const int behind = entries - 8 * s - 2 * t;
+            mask[s / 2][s % 2] = opaque(behind > 1 ? -1 : behind > 0 ? 0xffff : 0);
+        }
+    }
+    __device__ __forceinline__ void keep(Matrices& left, int s) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) left.v[i] &= mask[s][i / 2];
     }
 };
 
@@ -102,7 +121,9 @@ struct FloatChains : HeldChains {
     __device__ FloatChains(const Work& work, ChainInputs& inputs, FloatAdjoint& results)
         : HeldChains(work, inputs, results.c), out(results) {}
 
-    __device__ void run(float) {
+    template <typename Append>
+    __device__ void run(float, Append append) {
+        append();
         HeldChains::run([this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
     }
 };
@@ -117,7 +138,9 @@ struct ChainAdjoint : HeldChains {
     __device__ ChainAdjoint(const Work& work, ChainAdjointInputs& inputs, Adjoint<ACT>& results)
         : HeldChains(work, inputs, inputs.sums), sums(inputs.sums), out(results) {}
 
-    __device__ void run(float unit) {
+    template <typename Append>
+    __device__ void run(float unit, Append append) {
+        append();
         HeldChains::run([this, unit](int n, int token, const float (&x)[LANE_COLS]) {
             const int lane = chains.lane;
             u32 largest = 0;

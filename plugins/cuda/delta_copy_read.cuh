@@ -82,15 +82,9 @@ struct CopyRead {
     }
 
     static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
-    static constexpr int OTHER_WARP = 32 % VALUE_LANES == 0 ? 32 : 0;  // takes a token's values, if there are few
 
     // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
     __device__ void request() {
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
-            publish_barriers();
-        }
         adjoint.request();
         if (threadIdx.x < THREADS / VALUE_LANES * VALUE_LANES) {
             const int column = threadIdx.x % VALUE_LANES * 8;
@@ -102,13 +96,17 @@ struct CopyRead {
                     copy_16_bytes(&in.v[n][j][column], ring + (n * RING_ROWS + w.history_row(j)) * VALUE_DIM);
             const T* values = opaque(w.v(0) + column);
 #pragma unroll 1
-            for (int i = (threadIdx.x + OTHER_WARP) % THREADS / VALUE_LANES; i < tokens; i += THREADS / VALUE_LANES)
+            for (int i = threadIdx.x / VALUE_LANES; i < tokens; i += THREADS / VALUE_LANES)
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
         }
-        if (threadIdx.x == 0 && w.row.folded > 0)
+        if (threadIdx.x == 0 && w.row.folded > 0) {
+#pragma unroll
+            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
+            publish_barriers();
 #pragma unroll 1
             for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
+        }
     }
 
     // ---- the product -----------------------------------------------------------------------------------------------------
@@ -237,34 +235,28 @@ struct CopyRead {
     struct Updates {
         u32 c[RESULT_TOKENS][ENTRIES / 16][2];
         float unit[RESULT_TOKENS];
-        u32 present[ENTRIES / 16][2];  // which of the left operand's halves are values
-        ACT* o;                        // of the head, in the lane's row of the first tile
+        ACT* o;  // of the head, in the lane's row of the first tile
     };
     __device__ void load_updates(Updates& to, int n) const {
         const int g = lane / 4, t = lane % 4;
         to.o = opaque(w.of_head(n).o(0) + lane_row());
 #pragma unroll
-        for (int s = 0; s < 2 * (ENTRIES / 16); ++s) {
-            const int behind = history + tokens - 8 * s - 2 * t;
-            to.present[s / 2][s % 2] = opaque(behind > 1 ? -1 : behind > 0 ? 0xffff : 0);
-        }
-#pragma unroll
         for (int i = 0; i < RESULT_TOKENS; ++i) {
             const T* c = reinterpret_cast<const T*>(in.results.c[n][lane_token(i, g / 2)][g % 2]) + 2 * t;
 #pragma unroll
             for (int s = 0; s < 2 * (ENTRIES / 16); ++s) to.c[i][s / 2][s % 2] = *reinterpret_cast<const u32*>(c + 8 * s);
-            to.unit[i] = in.results.unit[n][lane_token(i, t)];
+            to.unit[i] = CODE_UNIT * in.results.unit[n][lane_token(i, t)];
         }
     }
     // Sums of them for a tile.
-    __device__ void add_updates(const Updates& updates, const ACT* own_values, Accumulator (&sums)[RESULT_TOKENS]) const {
+    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* own_values,
+                                Accumulator (&sums)[RESULT_TOKENS]) const {
         const int entries = history + tokens;
 #pragma unroll
         for (int s = 0; s < ENTRIES / 16; ++s) {
             if (16 * s >= entries) continue;
             Matrices block = load_transposed_matrices(own_values + 16 * s * VALUE_PITCH);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) block.v[i] &= updates.present[s][i / 2];
+            present.keep(block, s);
 #pragma unroll
             for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
         }
@@ -293,6 +285,7 @@ struct CopyRead {
         const bool stored = w.row.folded > 0;
         vec<u32, 4> kept[KEPT_X] = {};
         Updates updates;
+        const Present present(history + tokens, lane % 4);
         const int code = opaque(code_at()), scale = opaque(scale_at()), value = opaque(value_at());
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -310,7 +303,7 @@ struct CopyRead {
             for (int at = warp * COPY_ROWS; at < PART_ROWS; at += WARPS * COPY_ROWS) {
                 float results[RESULTS] = {};
                 Accumulator sums[RESULT_TOKENS] = {};
-                add_updates(updates, in.v[n][0] + row + at + value, sums);
+                add_updates(updates, present, in.v[n][0] + row + at + value, sums);
                 if (stored) multiply(from.codes + at * CODE_ROW + code, from.scales + at * SCALE_ROW + scale, kept, n, results);
                 store(updates, sums, results, row + at);
             }
@@ -321,11 +314,12 @@ struct CopyRead {
         }
     }
 
-    // The step's v to the ring.
+    // The step's v to the ring, by the first threads.
+    static constexpr int APPENDING = GRAM ? 32 * OTHER_WARPS : THREADS;
     __device__ void append_values() const {
         if (!adjoint.appends()) return;
 #pragma unroll 1
-        for (int m = threadIdx.x; m < HEADS * tokens * VALUE_LANES; m += THREADS) {
+        for (int m = threadIdx.x; m < HEADS * tokens * VALUE_LANES; m += APPENDING) {
             const int column = m % VALUE_LANES * 8, n = m / VALUE_LANES % HEADS, token = m / (VALUE_LANES * HEADS);
             *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
                 *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
@@ -342,8 +336,7 @@ __device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& sh
     read.adjoint.load_gates();
     wait_copies();
     __syncthreads();  // keys, queries, values, barriers
-    read.append_values();
-    read.adjoint.run(CopyRead<T>::CODE_UNIT * head_scale);
+    read.adjoint.run(head_scale, [&] { read.append_values(); });
     __syncthreads();  // x, c
     read.read();
 }

@@ -17,22 +17,27 @@
 #include "ptx/arithmetic.cuh"
 
 // Elements from row to row, by which a warp's accesses spread over the banks.
-constexpr int GRAM_PITCH = KEY_DIM + (READ_TOKENS > 8 ? 8 : 16), PRODUCT_PITCH = ENTRIES + 1;
+constexpr int GRAM_PITCH = KEY_DIM + 8, PRODUCT_PITCH = ENTRIES + 2;
 
 constexpr int KEY_HEADS_HERE = HEADS / KEYS;  // value heads of the block that share a key head
 
 // Dead once x is known.
 struct GramInputs {
-    ACT k[KEYS][ENTRIES][GRAM_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
-    ACT q[KEYS][READ_TOKENS][GRAM_PITCH];
-    float kk[KEYS][ENTRIES][PRODUCT_PITCH];      // [i][j], i >= j
-    float qk[KEYS][READ_TOKENS][PRODUCT_PITCH];  // [token][j]
-    alignas(16) float along[KEYS][ENTRIES][KEY_HEADS_HERE][READ_TOKENS];  // what x loses of key j
-    float whole[HEADS][READ_TOKENS];             // what it has of q
+    alignas(16) ACT k[KEYS][ENTRIES][GRAM_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    alignas(16) ACT q[KEYS][READ_TOKENS][GRAM_PITCH];
+    alignas(8) float kk[KEYS][ENTRIES][PRODUCT_PITCH];  // [i][j]: of i > j, zero elsewhere in the blocks of 16 that are formed
+    float qk[KEYS][READ_TOKENS][PRODUCT_PITCH];         // [token][j]
+    float k_squares[KEYS][ENTRIES], q_squares[KEYS][READ_TOKENS];
+    alignas(4) ACT along[HEADS][READ_TOKENS][3][ENTRIES];  // what x has of key j, in three parts; before, decays from j to the token
+    float along_unit[HEADS][READ_TOKENS];                  // by which sums of them are to be multiplied, for float16
+    float whole[HEADS][READ_TOKENS];                       // what it has of q
 };
 
 // Tokens that a warp solves at once, one beside the other.
 constexpr int SOLVED_TOKENS = READ_TOKENS < 4 ? READ_TOKENS : READ_TOKENS > 4 * HEAD_WARPS ? READ_TOKENS / HEAD_WARPS : 4;
+// The last warps solve; the first ones, or all where none is left, form products and append to the ring meanwhile.
+constexpr int SOLVING_WARPS = HEADS * (READ_TOKENS / SOLVED_TOKENS);
+constexpr int OTHER_WARPS = SOLVING_WARPS < WARPS ? WARPS - SOLVING_WARPS : WARPS;
 
 // T: of keys, queries and values. Results: Adjoint<T> or FloatAdjoint.
 template <typename T, typename Results>
@@ -41,26 +46,53 @@ struct Gram {
     GramInputs& in;
     Results& out;
     const int warp, lane, history, tokens;
-    float g, beta;  // of the lane's entry, in the head of the warp
 
     __device__ Gram(const Work& work, GramInputs& inputs, Results& results)
         : w(work), in(inputs), out(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
-          tokens(work.row.tokens), g(0.0f), beta(0.0f) {}
+          tokens(work.row.tokens) {}
 
     __device__ bool appends() const { return !w.row.absorbs(); }
     // Head and first token of a warp while the triangular system is solved.
-    __device__ int warp_head() const { return warp % HEADS; }
-    __device__ int first_token() const { return warp / HEADS * SOLVED_TOKENS; }
-    __device__ bool solves() const { return first_token() < READ_TOKENS; }
+    __device__ int solver() const { return warp - (WARPS - SOLVING_WARPS); }
+    __device__ bool solves() const { return SOLVING_WARPS == WARPS || solver() >= 0; }
+    __device__ int warp_head() const { return solver() % HEADS; }
+    __device__ int first_token() const { return solver() / HEADS * SOLVED_TOKENS; }
+    __device__ bool is_other() const { return warp < OTHER_WARPS; }
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
 
+    // What memory has of the gates of the lane's entry. Nobody waits for it before it is needed.
+    struct Gates {
+        float ring_g, ring_beta, A_log, dt_bias;
+        ACT decay_logit, beta_logit;
+    } gates;
+
+    __device__ void request_gates() {
+        const Work head = w.of_head(warp_head());
+        const int token = lane - history;
+        gates = {};
+        if (token < 0) {
+            const int row = w.history_row(lane);
+            gates.ring_beta = w.t.ring_beta[head.ring_beta_at(row)];
+            gates.ring_g = w.t.ring_g[head.ring_g_at(row)];
+        } else if (token < tokens) {
+            gates.beta_logit = w.t.beta[w.token(token) * w.t.beta_stride + head.head()];
+            gates.decay_logit = w.t.gate[w.token(token) * w.t.gate_stride + head.head()];
+            gates.A_log = w.t.A_log[head.head()];
+            gates.dt_bias = w.t.dt_bias[head.head()];
+        }
+    }
+
+    // Chains wait for theirs here (delta_adjoint.cuh).
+    __device__ void load_gates() const {}
+
     // Keys of every entry and the tokens' queries, 16 bytes a lane.
     static constexpr int ROW_LANES = KEY_DIM / 8;
-    // By which threads are moved on for the tokens, so that other warps take them if they are few: whole rows, for a thread keeps
+    // By which threads are moved on for the tokens, so that another warp takes them if they are few: whole rows, for a thread keeps
     // its column.
-    static constexpr int OTHER_WARPS = THREADS / 2 % ROW_LANES == 0 ? THREADS / 2 : 0;
-    __device__ void request() const {
+    static constexpr int TOKEN_WARP = 32 % ROW_LANES == 0 ? THREADS - 32 : 0;
+    __device__ void request() {
+        if (solves()) request_gates();
         const int column = threadIdx.x % ROW_LANES * 8;
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
@@ -71,7 +103,7 @@ struct Gram {
                 copy_16_bytes(&in.k[key][j][column], ring + w.history_row(j) * KEY_DIM);
             const T* q = opaque(head.q(0) + column);
 #pragma unroll 1
-            for (int i = (threadIdx.x + OTHER_WARPS) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
+            for (int i = (threadIdx.x + TOKEN_WARP) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
                 const T* token = q + i * w.t.qkv_stride;
                 copy_16_bytes(&in.q[key][i][column], token);
                 copy_16_bytes(&in.k[key][history + i][column], token + KEY_HEADS * KEY_DIM);
@@ -79,31 +111,12 @@ struct Gram {
         }
     }
 
-    // Gates of the warp's head; those of tokens are appended to the ring on the way.
-    __device__ void load_gates() {
-        if (!solves()) return;
-        const Work head = w.of_head(warp_head());
-        const int token = lane - history;
-        if (token < 0) {
-            const int row = w.history_row(lane);
-            beta = w.t.ring_beta[head.ring_beta_at(row)];
-            g = w.t.ring_g[head.ring_g_at(row)];
-        } else if (token < tokens) {
-            beta = head.beta(head.beta_logit(token));
-            g = head.log_decay(head.decay_logit(token, 0), 0);
-            if (first_token() == 0 && head.leads_head() && appends()) {
-                const int row = w.append_row(token);
-                w.t.ring_beta_out[head.ring_beta_at(row)] = beta;
-                w.t.ring_g_out[head.ring_g_at(row)] = g;
-            }
-        }
-    }
-
+    // By the first OTHER_WARPS.
     __device__ void append_keys() const {
         if (!appends()) return;
         const int column = threadIdx.x % ROW_LANES * 8;
 #pragma unroll 1
-        for (int token = threadIdx.x / ROW_LANES; token < tokens; token += THREADS / ROW_LANES)
+        for (int token = threadIdx.x / ROW_LANES; token < tokens; token += 32 * OTHER_WARPS / ROW_LANES)
 #pragma unroll
             for (int key = 0; key < KEYS; ++key) {
                 const Work head = w.of_head(key * KEY_HEADS_HERE);
@@ -115,92 +128,158 @@ struct Gram {
 
     // ---- products ----------------------------------------------------------------------------------------------------
 
-    // A warp takes 16 rows i of keys and 8 columns at a time, of keys j <= i or of queries.
+    // A product of 16 rows of keys with as many rows of keys, or with the queries, is a warp's task. With two blocks of rows they are
+    // (0, 0), (0, queries), (1, 0), (1, 1), (1, queries).
+    static constexpr int ROW_BLOCKS = ENTRIES / 16, KEY_TASKS = ROW_BLOCKS * (ROW_BLOCKS + 3) / 2;
+    static_assert(!GRAM || (ROW_BLOCKS <= 2 && READ_TOKENS <= 16), "tasks");
+
     __device__ void multiply() const {
-        constexpr int QUERY_BLOCKS = (READ_TOKENS + 7) / 8, COLUMN_BLOCKS = ENTRIES / 8 + QUERY_BLOCKS;
-        const int entries = history + tokens, group = lane / 4, t = lane % 4;
 #pragma unroll 1
-        for (int task = warp; task < KEYS * (ENTRIES / 16) * COLUMN_BLOCKS; task += WARPS) {
-            const int block = task % COLUMN_BLOCKS, rows = task / COLUMN_BLOCKS % (ENTRIES / 16) * 16;
-            const int key = task / (COLUMN_BLOCKS * (ENTRIES / 16));
-            const bool queries = block >= ENTRIES / 8;
-            const int column = queries ? (block - ENTRIES / 8) * 8 : block * 8;
-            if (rows >= entries || column >= (queries ? tokens : min(entries, rows + 16))) continue;
-            const ACT* upper = in.k[key][rows + group];
-            const ACT* other = queries ? in.q[key][min(column + group, READ_TOKENS - 1)] : in.k[key][column + group];
-            Accumulator sums[2] = {};
+        for (int task = warp; task < KEYS * KEY_TASKS; task += OTHER_WARPS) {
+            const int key = task / KEY_TASKS, rows = task % KEY_TASKS > 1 ? 1 : 0, columns = task % KEY_TASKS - 2 * rows;
+            if (16 * rows >= history + tokens) continue;
+            if (columns > rows)
+                multiply_queries(key, 16 * rows);
+            else
+                multiply_keys(key, 16 * rows, 16 * columns);
+        }
+    }
+
+    // Of lane 8 m + i: row i of the m-th of four matrices that make up 16 x 16 elements.
+    __device__ const ACT* lane_row(const ACT (*rows)[GRAM_PITCH], int first, int last) const {
+        return rows[min(first + lane % 16, last)] + lane / 16 * 8;
+    }
+
+    __device__ void multiply_keys(int key, int rows, int columns) const {
+        const int entries = history + tokens, group = lane / 4, t = lane % 4;
+        const ACT *left = lane_row(in.k[key], rows, ENTRIES - 1), *right = lane_row(in.k[key], columns, ENTRIES - 1);
+        Accumulator sums[2][2] = {};
 #pragma unroll
-            for (int p = 0; p < KEY_DIM / 16; ++p) {
-                const auto pairs = [p, t](const ACT* row) { return *reinterpret_cast<const uint2*>(row + 16 * p + 4 * t); };
-                const uint2 a = pairs(upper), b = pairs(upper + 8 * GRAM_PITCH), x = pairs(other);
-                mma_16bit<T>(sums[p % 2], {a.x, b.x, a.y, b.y}, x.x, x.y);
+        for (int p = 0; p < KEY_DIM / 16; ++p) {
+            const Matrices a = load_matrices(left + 16 * p), b = load_matrices(right + 16 * p);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) mma_16bit<T>(sums[p % 2][n], a.v, b.v[n], b.v[n + 2]);
+        }
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int i = rows + group + m % 2 * 8, j = columns + 2 * t + m / 2 * 8;
+            float products[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int at = m % 2 * 2 + e;
+                const float product = sums[0][m / 2].v[at] + sums[1][m / 2].v[at];
+                if (i == j + e) in.k_squares[key][i] = product;
+                products[e] = j + e < i && i < entries ? product : 0.0f;
             }
+            store_vector<2>(&in.kk[key][i][j], products);
+        }
+    }
+
+    // With the squares of queries besides, which are needed once.
+    __device__ void multiply_queries(int key, int rows) const {
+        const int group = lane / 4, t = lane % 4;
+        const ACT *left = lane_row(in.k[key], rows, ENTRIES - 1), *right = lane_row(in.q[key], 0, READ_TOKENS - 1);
+        constexpr int TOKEN_BLOCKS = (READ_TOKENS + 7) / 8;
+        Accumulator sums[2][TOKEN_BLOCKS] = {}, squares[TOKEN_BLOCKS] = {};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int i = rows + group + e / 2 * 8, j = column + 2 * t + e % 2;
-                const float product = sums[0].v[e] + sums[1].v[e];
-                if (!queries)
-                    in.kk[key][i][j] = product;
-                else if (j < tokens)
-                    in.qk[key][j][i] = product;
+        for (int p = 0; p < KEY_DIM / 16; ++p) {
+            const Matrices a = load_matrices(left + 16 * p), b = load_matrices(right + 16 * p);
+#pragma unroll
+            for (int n = 0; n < TOKEN_BLOCKS; ++n) {
+                mma_16bit<T>(sums[p % 2][n], a.v, b.v[n], b.v[n + 2]);
+                mma_16bit<T>(squares[n], b.v, b.v[n], b.v[n + 2]);
             }
         }
+#pragma unroll
+        for (int n = 0; n < TOKEN_BLOCKS; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int token = 8 * n + 2 * t + e;
+                if (token >= tokens) continue;
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    in.qk[key][token][rows + group + 8 * half] = sums[0][n].v[2 * half + e] + sums[1][n].v[2 * half + e];
+                if (group == 2 * t + e) in.q_squares[key][token] = squares[n].v[2 * n + e];
+            }
     }
 
     // ---- the triangular system -----------------------------------------------------------------------------------------
 
     __device__ static float of_lane(float x, int from) { return __shfl_sync(~0u, x, from); }
 
-    // Of the warp's head and tokens. `unit` becomes part of what products are multiplied by.
-    __device__ void solve(float unit) const {
-        if (!solves()) return;
-        const int n = warp_head(), key = n / KEY_HEADS_HERE, own = lane, entry = own % ENTRIES;
-        const int entries = history + tokens, first_last = history + first_token();
-        const float squares = in.kk[key][entry][entry];
-        const float norm = own < entries ? rsqrtf(squares + NORM_EPSILON) : 0.0f, log2_g = g * LOG2_E;
-        const float gain = own < entries ? beta * norm * norm : 0.0f;
-        float(&along)[READ_TOKENS] = in.along[key][entry][n % KEY_HEADS_HERE];
-        float pairs[ENTRIES];  // [i]: -exp(G_i - G_own) k_i . k_own
-        float since = 0.0f, from_start = 0.0f;
+    // What the gates give, of the warp's head and the lane's entry.
+    struct Decays {
+        float beta;
+        float since[ENTRIES];  // [i]: -exp(G_i - G_own)
+        float last;            // exp(G_last - G_own)
+        float log2_from_start;  // of exp(G_own)
+    };
+    // Decays from the lane's entry to a token.
+    __device__ float& decay_to(int token) const { return reinterpret_cast<float*>(in.along[warp_head()][token])[lane]; }
+
+    // Gates of tokens are appended to the ring on the way.
+    __device__ void find_decays(Decays& to) const {
+        const Work head = w.of_head(warp_head());
+        const int token = lane - history, entries = history + tokens, first_last = history + first_token();
+        float g = gates.ring_g;
+        to.beta = gates.ring_beta;
+        if (u32(token) < u32(tokens)) {
+            to.beta = head.beta(to_float(gates.beta_logit));
+            g = Work::log_decay(expf(gates.A_log), to_float(gates.decay_logit) + gates.dt_bias);
+            if (first_token() == 0 && head.leads_head() && appends()) {
+                const int row = w.append_row(token);
+                w.t.ring_beta_out[head.ring_beta_at(row)] = to.beta;
+                w.t.ring_g_out[head.ring_g_at(row)] = g;
+            }
+        }
+        const float log2_g = g * LOG2_E;
+        float since = 0.0f;
+        to.log2_from_start = 0.0f;
 #pragma unroll
         for (int first = 0; first < ENTRIES; first += 8) {
             // Those above 8 are often none.
             if (first >= entries) {
 #pragma unroll
-                for (int i = first; i < first + 8; ++i) pairs[i] = 0.0f;
+                for (int i = first; i < first + 8; ++i) to.since[i] = 0.0f;
                 continue;
             }
 #pragma unroll
             for (int i = first; i < first + 8; ++i) {
                 const float step = of_lane(log2_g, i);
-                if (i > own)
+                if (i > lane)
                     since += step;
                 else
-                    from_start += step;
+                    to.log2_from_start += step;
                 const float decay = power_of_2(since);
-                pairs[i] = i > own && i < entries ? -decay * in.kk[key][i][entry] : 0.0f;
-                // The decays up to a token, for later; those of a single one remain at hand.
-                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES) along[i - history] = decay;
+                to.since[i] = -decay;
+                // Those of a single token remain at hand.
+                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && lane < ENTRIES) decay_to(i - history) = decay;
             }
         }
-        const float key_decay = power_of_2(from_start);
-        float norms[SOLVED_TOKENS] = {}, y[SOLVED_TOKENS];
+        to.last = power_of_2(since);
+    }
+
+    // Of the warp's head and tokens. `unit` becomes part of what products are multiplied by.
+    __device__ void solve(const Decays& decays, float unit) const {
+        const int n = warp_head(), key = n / KEY_HEADS_HERE, own = lane, entry = own % ENTRIES, entries = history + tokens;
+        const float norm = own < entries ? rsqrtf(in.k_squares[key][entry] + NORM_EPSILON) : 0.0f;
+        const float gain = own < entries ? decays.beta * norm * norm : 0.0f;
+        float pairs[ENTRIES];  // [i]: -exp(G_i - G_own) k_i . k_own
 #pragma unroll
-        for (int k = 0; k < SOLVED_TOKENS; ++k)
-#pragma unroll
-            for (int c = 2 * lane; c < KEY_DIM; c += 64) {
-                float q[2];
-                load_vector<2>(&in.q[key][first_token() + k][c], q);
-                norms[k] += q[0] * q[0] + q[1] * q[1];
-            }
-        sum_all<32>(norms);
+        for (int i = 0; i < ENTRIES; ++i) {
+            // Of an upper block there are no products.
+            const bool exists = i / 8 * 8 < entries && (ENTRIES == 16 || i >= 16 || own < 16);
+            pairs[i] = exists ? decays.since[i] * in.kk[key][i][entry] : 0.0f;
+        }
+        float norms[SOLVED_TOKENS], y[SOLVED_TOKENS];
 #pragma unroll
         for (int k = 0; k < SOLVED_TOKENS; ++k) {
             const int token = first_token() + k;
-            norms[k] = rsqrtf(norms[k] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
-            const float decay = READ_TOKENS > 1 ? along[token] : power_of_2(since);
+            norms[k] = rsqrtf(in.q_squares[key][token] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+            const float decay = READ_TOKENS == 1 ? decays.last : own < ENTRIES ? decay_to(token) : 0.0f;
             y[k] = own <= history + token ? norms[k] * in.qk[key][token][entry] * decay : 0.0f;
         }
+        __syncwarp();  // decays to tokens have been read
         // Four entries at once, from the last down: what they take of each other is known before, so that one exchange serves all
         // four. Entries behind a token have no y.
 #pragma unroll
@@ -224,17 +303,32 @@ struct Gram {
                 for (int m = 3; m >= 0; --m) y[k] = fmaf(pairs[first + m], c[m], y[k]);
             }
         }
+        const float key_decay = power_of_2(decays.log2_from_start);
 #pragma unroll
         for (int k = 0; k < SOLVED_TOKENS; ++k) {
             const int token = first_token() + k, last = history + token;
-            const float whole = power_of_2(of_lane(from_start, last));
+            const float whole = power_of_2(of_lane(decays.log2_from_start, last));
             const Rescaling to(whole, 8);
+            float along = own <= last ? -(gain * y[k] * key_decay) * to.factor : 0.0f;
+            float along_unit = 1.0f;
+            if constexpr (same_type<T, fp16>::value) {
+                // Of short keys it is large, of long ones little.
+                const Rescaling within(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(along) & 0x7fffffffu)), 12);
+                along *= within.factor;
+                along_unit = within.inverse;
+            }
             if (own < ENTRIES) {
-                out.store_sum(n, token, own, own <= last ? beta * norm * y[k] : 0.0f);
-                along[token] = own <= last ? -(gain * y[k] * key_decay) * to.factor : 0.0f;
+                out.store_sum(n, token, own, own <= last ? decays.beta * norm * y[k] : 0.0f);
+#pragma unroll
+                for (int part = 0; part < 3; ++part) {
+                    const T rounded = from_float<T>(along);
+                    in.along[n][token][part][own] = reinterpret_cast<const ACT&>(rounded);
+                    along -= to_float(rounded);
+                }
             }
             if (own == 0) {
                 in.whole[n][token] = norms[k] * whole * to.factor;
+                if constexpr (same_type<T, fp16>::value) in.along_unit[n][token] = along_unit;
                 out.unit[n][token] = unit * to.inverse;
             }
         }
@@ -242,55 +336,59 @@ struct Gram {
 
     // ---- x -------------------------------------------------------------------------------------------------------------
 
-    // A thread has two neighbouring columns of some tokens, or one if there are threads enough, for the heads that share a key head.
+    // Keys are the left operand, 16 columns of them. Of the right one, columns 2 i and 2 i + 1 are the first two parts of adjoint i,
+    // that of a head and token; the third part is added to the first.
     __device__ void combine() const {
-        constexpr int GROUP = READ_TOKENS < 4 ? READ_TOKENS : 4, GROUPS = READ_TOKENS / GROUP;
-        constexpr int COLUMNS = KEYS * GROUPS * KEY_DIM <= THREADS ? 1 : 2, PARTS = KEY_DIM / COLUMNS;
+        constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4, TILES = KEY_DIM / 16;
+        const int entries = history + tokens, group = lane / 4, t = lane % 4;
+        const Present present(entries, t);
 #pragma unroll 1
-        for (int m = threadIdx.x; m < KEYS * GROUPS * PARTS; m += THREADS) {
-            const int column = m % PARTS * COLUMNS, first = m / PARTS % GROUPS * GROUP, key = m / (PARTS * GROUPS);
-            float x[KEY_HEADS_HERE][GROUP][COLUMNS];
+        for (int tile = warp; tile < KEYS * TILES; tile += WARPS) {
+            const int key = tile / TILES, first = tile % TILES * 16, head = key * KEY_HEADS_HERE;
+            Accumulator sums[OPERANDS] = {};
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) {
-                float q[COLUMNS];
-                load_vector<COLUMNS>(&in.q[key][first + i][column], q);
+            for (int s = 0; s < ENTRIES / 16; ++s) {
+                if (16 * s >= entries) continue;
+                Matrices keys = load_transposed_matrices(&in.k[key][16 * s + lane % 8 + lane / 16 * 8][first + lane / 8 % 2 * 8]);
+                present.keep(keys, s);
 #pragma unroll
-                for (int n = 0; n < KEY_HEADS_HERE; ++n) {
-                    const float whole = in.whole[key * KEY_HEADS_HERE + n][first + i];
-#pragma unroll
-                    for (int e = 0; e < COLUMNS; ++e) x[n][i][e] = whole * q[e];
-                }
-            }
-            const int entries = history + min(tokens, first + GROUP);
-#pragma unroll 4
-            for (int j = 0; j < entries; ++j) {
-                float k[COLUMNS];
-                load_vector<COLUMNS>(&in.k[key][j][column], k);
-#pragma unroll
-                for (int n = 0; n < KEY_HEADS_HERE; ++n) {
-                    float along[GROUP];
-                    load_vector<GROUP>(&in.along[key][j][n][first], along);
-#pragma unroll
-                    for (int i = 0; i < GROUP; ++i)
-#pragma unroll
-                        for (int e = 0; e < COLUMNS; ++e) x[n][i][e] = fmaf(along[i], k[e], x[n][i][e]);
+                for (int i = 0; i < OPERANDS; ++i) {
+                    const int adjoint = min(4 * i + group / 2, ADJOINTS - 1);
+                    const auto& parts = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
+                    const auto pair = [&](int part, int half) {
+                        return *reinterpret_cast<const u32*>(&parts[part][16 * s + 2 * t + 8 * half]);
+                    };
+                    mma_16bit<T>(sums[i], keys.v, pair(group % 2, 0), pair(group % 2, 1));
+                    mma_16bit<T>(sums[i], keys.v, group % 2 ? 0 : pair(2, 0), group % 2 ? 0 : pair(2, 1));
                 }
             }
 #pragma unroll
-            for (int n = 0; n < KEY_HEADS_HERE; ++n)
+            for (int i = 0; i < OPERANDS; ++i) {
+                const int adjoint = 4 * i + t, token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
+                if (adjoint >= ADJOINTS) continue;
+                const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i)
-#pragma unroll
-                    for (int e = 0; e < COLUMNS; ++e) out.store(key * KEY_HEADS_HERE + n, first + i, column + e, x[n][i][e]);
+                for (int half = 0; half < 2; ++half) {
+                    const int column = first + group + 8 * half;
+                    const float sum = (sums[i].v[2 * half] + sums[i].v[2 * half + 1]) * unit;
+                    out.store(n, token, column, fmaf(whole, to_float(in.q[key][token][column]), sum));
+                }
+            }
         }
     }
 
-    // All of it, once the inputs are there; for all threads.
-    __device__ void run(float unit) const {
-        append_keys();
-        multiply();
+    // All of it, once the inputs are there; for all threads. `append`: called by the first OTHER_WARPS.
+    template <typename Append>
+    __device__ void run(float unit, Append append) const {
+        Decays decays;
+        if (solves()) find_decays(decays);
+        if (is_other()) multiply();
         __syncthreads();
-        solve(unit);
+        if (is_other()) {
+            append_keys();
+            append();
+        }
+        if (solves()) solve(decays, unit);
         __syncthreads();
         combine();
     }

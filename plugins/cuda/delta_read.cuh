@@ -262,7 +262,7 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     read.adjoint.load_gates();
     wait_copies();
     __syncthreads();  // ring rows, gates and barriers
-    read.adjoint.run(1.0f);
+    read.adjoint.run(1.0f, [] {});  // values are appended in the end
     __syncthreads();  // x and c
     if (w.row.folded > 0) {
         if constexpr (MATRIX)

@@ -127,6 +127,7 @@ struct Work {
 // The zeros that the contract promises for padding tokens (all of them in a padding row), of all heads of the block.
 __device__ __forceinline__ void zero_padding(const Work& first, int valid) {
     const int rows = first.value_rows();
+    if (valid >= first.t.tokens) return;
 #pragma unroll 1
     for (int n = 0; n < HEADS_A_BLOCK; ++n) {
         const Work w = first.of_head(n);
