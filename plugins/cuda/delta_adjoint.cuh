@@ -96,13 +96,14 @@ struct HeldChains {
     __device__ bool solves() const { return chains.has_tokens(); }
 
     __device__ void request() const { chains.request(); }
-    __device__ void load_gates() {
+    // From inputs that have been requested. Calls append(), then keep(head, token, x) for the warp's tokens.
+    template <typename Append, typename Keep>
+    __device__ void run(Append append, Keep keep) {
         chains.load_queries(x);
         chains.load_gates();
-    }
-    // Calls keep(head, token, x) for the warp's tokens.
-    template <typename Keep>
-    __device__ void run(Keep keep) {
+        wait_copies();
+        __syncthreads();
+        append();
         chains.append_keys();
         if (!chains.has_tokens()) return;
         chains.run(x);
@@ -123,8 +124,7 @@ struct FloatChains : HeldChains {
 
     template <typename Append>
     __device__ void run(float, Append append) {
-        append();
-        HeldChains::run([this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
+        HeldChains::run(append, [this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
     }
 };
 
@@ -140,8 +140,7 @@ struct ChainAdjoint : HeldChains {
 
     template <typename Append>
     __device__ void run(float unit, Append append) {
-        append();
-        HeldChains::run([this, unit](int n, int token, const float (&x)[LANE_COLS]) {
+        HeldChains::run(append, [this, unit](int n, int token, const float (&x)[LANE_COLS]) {
             const int lane = chains.lane;
             u32 largest = 0;
 #pragma unroll

@@ -82,21 +82,25 @@ struct CopyRead {
     }
 
     static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
+    // Values are loaded by the warps that do not load keys, if there are some of them.
+    static constexpr int VALUE_WARPS = GRAM && WARPS - KEY_WARPS > 1 ? WARPS - KEY_WARPS : WARPS;
+    static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
 
     // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
     __device__ void request() {
         adjoint.request();
-        if (threadIdx.x < THREADS / VALUE_LANES * VALUE_LANES) {
-            const int column = threadIdx.x % VALUE_LANES * 8;
+        const int thread = int(threadIdx.x) - 32 * (WARPS - VALUE_WARPS);
+        if (u32(thread) < VALUE_ROWS * VALUE_LANES) {
+            const int column = thread % VALUE_LANES * 8;
             const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_v) + w.ring_v_at(0) + column);
 #pragma unroll 1
-            for (int j = threadIdx.x / VALUE_LANES; j < history; j += THREADS / VALUE_LANES)
+            for (int j = thread / VALUE_LANES; j < history; j += VALUE_ROWS)
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n)
                     copy_16_bytes(&in.v[n][j][column], ring + (n * RING_ROWS + w.history_row(j)) * VALUE_DIM);
             const T* values = opaque(w.v(0) + column);
 #pragma unroll 1
-            for (int i = threadIdx.x / VALUE_LANES; i < tokens; i += THREADS / VALUE_LANES)
+            for (int i = thread / VALUE_LANES; i < tokens; i += VALUE_ROWS)
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
         }
@@ -135,13 +139,14 @@ struct CopyRead {
     // Right operands of a unit of columns: one a token, or one for four tokens.
     static constexpr int OPERANDS = DENSE ? (READ_TOKENS + 3) / 4 : READ_TOKENS;
 
-    // A lane's share of x for eight of its columns, in column g of operand i.
-    __device__ vec<u32, 4> load_x(int n, int i, int unit) const {
+    // A lane's share of x for eight of its columns, in column g of operand i; what is zero remains as it is.
+    __device__ void load_x(vec<u32, 4>& x, int n, int i, int unit) const {
         const int g = lane / 4, t = lane % 4, token = DENSE ? min(4 * i + g / 2, READ_TOKENS - 1) : i;
-        vec<u32, 4> x = {};
         if (DENSE || g / 2 == t) x = *reinterpret_cast<const vec<u32, 4>*>(&in.results.x[n][token][g % 2][LANE_COLUMNS * t + 8 * unit]);
-        return x;
     }
+    // Tiles of a warp that are worked on together: two of one token, whose sums fill the lanes and whose stages wait for each other less.
+    static constexpr int TILES = READ_TOKENS == 1 && PART_ROWS % (2 * WARPS * COPY_ROWS) == 0 ? 2 : 1;
+    static constexpr int TILE_DISTANCE = WARPS * COPY_ROWS;
     static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && OPERANDS * UNITS_A_LANE <= 8;
     static constexpr int KEPT_X = KEEPS_X ? OPERANDS * UNITS_A_LANE : 1;
 
@@ -158,25 +163,26 @@ struct CopyRead {
     __device__ int scale_at() const { return (lane / 4 * KEY_DIM + LANE_COLUMNS * (lane % 4)) / COPY_BLOCK; }
     __device__ int value_at() const { return (lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8; }
 
-    // What a lane has of a tile in the end: rows g and g + 8 of token lane_token(i) in 2 i and 2 i + 1, or one of them.
+    // What a lane has in the end: of a tile, rows g and g + 8 of token lane_token(i) in 2 i and 2 i + 1, or one of them; of two tiles
+    // together, one row of one of them.
     static constexpr bool ONE_ROW = !DENSE && READ_TOKENS <= 2;
     static constexpr int RESULTS = ONE_ROW ? 1 : DENSE ? 2 * OPERANDS : READ_TOKENS / 2, RESULT_TOKENS = (RESULTS + 1) / 2;
     __device__ static int lane_token(int i, int t) {
         return min(DENSE ? 4 * i + t : ONE_ROW ? t * READ_TOKENS / 4 : t * READ_TOKENS / 4 + i, READ_TOKENS - 1);
     }
-    __device__ int lane_row() const {
-        const int t = lane % 4;
-        return lane / 4 + (ONE_ROW && (READ_TOKENS == 1 ? t > 1 : t % 2 == 1) ? 8 : 0);
-    }
+    __device__ int lane_tile() const { return TILES == 2 ? lane % 4 / 2 : 0; }
+    __device__ bool has_lower_row() const { return ONE_ROW && (TILES == 1 && READ_TOKENS == 1 ? lane % 4 > 1 : lane % 2 == 1); }
+    __device__ int lane_row() const { return lane / 4 + (has_lower_row() ? 8 : 0) + lane_tile() * TILE_DISTANCE; }
     // Whether no other lane has the same.
     __device__ bool owns(int i) const {
         const int t = lane % 4;
-        return DENSE ? 4 * i + t < tokens : lane_token(i, t) < tokens && (READ_TOKENS > 1 || t % 2 == 0);
+        return DENSE ? 4 * i + t < tokens : lane_token(i, t) < tokens && (READ_TOKENS * TILES > 1 || t % 2 == 0);
     }
 
+    // A lane's sums of rows g and g + 8 of a tile, of all tokens; where DENSE, of those that it has in the end.
+    static constexpr int SUMS = DENSE ? RESULTS : 2 * READ_TOKENS;
     // Products of a tile's rows with the x of all tokens.
-    __device__ void multiply(const u8* own_codes, const u8* own_scales, const vec<u32, 4> (&kept)[KEPT_X], int n,
-                             float (&results)[RESULTS]) const {
+    __device__ void multiply(const u8* own_codes, const u8* own_scales, const vec<u32, 4> (&kept)[KEPT_X], int n, float* sums) const {
         constexpr int WORDS = UNITS_A_LANE * UNIT_WORDS;
         vec<u32, WORDS> codes[2];
 #pragma unroll
@@ -185,7 +191,8 @@ struct CopyRead {
         vec<u8, LANE_SCALES> scales[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) scales[r] = *reinterpret_cast<const vec<u8, LANE_SCALES>*>(own_scales + 8 * r * SCALE_ROW);
-        float sums[2 * READ_TOKENS] = {};  // where scales differ from lane to lane
+#pragma unroll
+        for (int m = 0; m < SUMS; ++m) sums[m] = 0.0f;
         Accumulator products[OPERANDS] = {};
 #pragma unroll
         for (int s = 0; s < LANE_SCALES; ++s) {
@@ -202,7 +209,11 @@ struct CopyRead {
                 }
 #pragma unroll
                 for (int i = 0; i < OPERANDS; ++i) {
-                    const vec<u32, 4> x = KEEPS_X ? kept[(i * UNITS_A_LANE + unit) % KEPT_X] : load_x(n, i, unit);
+                    vec<u32, 4> x = {};
+                    if constexpr (KEEPS_X)
+                        x = kept[i * UNITS_A_LANE + unit];
+                    else
+                        load_x(x, n, i, unit);
 #pragma unroll
                     for (int half = 0; half < 4; half += 2)
                         mma_16bit<fp16>(products[i], {pairs[0][half], pairs[1][half], pairs[0][half + 1], pairs[1][half + 1]},
@@ -223,11 +234,7 @@ struct CopyRead {
 #pragma unroll
             for (int i = 0; i < OPERANDS; ++i)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) results[2 * i + r] = products[i].v[2 * r] + products[i].v[2 * r + 1];
-        } else {
-            sum_scattered<4>(sums, lane);
-#pragma unroll
-            for (int m = 0; m < RESULTS; ++m) results[m] = sums[m];
+                for (int r = 0; r < 2; ++r) sums[2 * i + r] = products[i].v[2 * r] + products[i].v[2 * r + 1];
         }
     }
 
@@ -261,7 +268,7 @@ struct CopyRead {
             for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
         }
     }
-    __device__ void store(const Updates& updates, const Accumulator (&sums)[RESULT_TOKENS], const float (&results)[RESULTS], int row) const {
+    __device__ void store(const Updates& updates, const Accumulator (&sums)[TILES][RESULT_TOKENS], const float* results, int row) const {
         const int t = lane % 4;
         ACT* o = updates.o + row;
 #pragma unroll
@@ -269,13 +276,15 @@ struct CopyRead {
             if (!owns(i)) continue;
             ACT* to = o + lane_token(i, t) * (VALUE_HEADS * VALUE_DIM);
             constexpr float SUM_FACTOR = 1.0f / Adjoint<T>::SUM_UNIT;
-            const float upper = (sums[i].v[0] + sums[i].v[1]) * SUM_FACTOR;
-            const float lower = (sums[i].v[2] + sums[i].v[3]) * SUM_FACTOR;
+            float own[4];  // both parts of row g, then of row g + 8
+#pragma unroll
+            for (int e = 0; e < 4; ++e) own[e] = TILES == 2 && lane_tile() ? sums[TILES - 1][i].v[e] : sums[0][i].v[e];
             if constexpr (ONE_ROW) {
-                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[0], lane_row() < 8 ? upper : lower));
+                const float update = has_lower_row() ? own[2] + own[3] : own[0] + own[1];
+                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[0], update * SUM_FACTOR));
             } else {
-                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i], upper));
-                to[8] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i + 1], lower));
+                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i], (own[0] + own[1]) * SUM_FACTOR));
+                to[8] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i + 1], (own[2] + own[3]) * SUM_FACTOR));
             }
         }
     }
@@ -294,17 +303,22 @@ struct CopyRead {
                 load_updates(updates, n);
                 if constexpr (KEEPS_X)
 #pragma unroll
-                    for (int m = 0; m < KEPT_X; ++m) kept[m] = load_x(n, m / UNITS_A_LANE, m % UNITS_A_LANE);
+                    for (int m = 0; m < KEPT_X; ++m) load_x(kept[m], n, m / UNITS_A_LANE, m % UNITS_A_LANE);
             }
             if (stored) wait_barrier(&in.ready[stage], part / COPY_STAGES % 2);
             const CopyPart& from = shared.parts[stage];
-// Two tiles of a step of one token side by side, whose stages wait for each other less.
-#pragma unroll READ_TOKENS == 1 ? 2 : 1
-            for (int at = warp * COPY_ROWS; at < PART_ROWS; at += WARPS * COPY_ROWS) {
-                float results[RESULTS] = {};
-                Accumulator sums[RESULT_TOKENS] = {};
-                add_updates(updates, present, in.v[n][0] + row + at + value, sums);
-                if (stored) multiply(from.codes + at * CODE_ROW + code, from.scales + at * SCALE_ROW + scale, kept, n, results);
+#pragma unroll 1
+            for (int at = warp * COPY_ROWS; at < PART_ROWS; at += TILES * TILE_DISTANCE) {
+                float results[TILES * SUMS] = {};
+                Accumulator sums[TILES][RESULT_TOKENS] = {};
+#pragma unroll
+                for (int m = 0; m < TILES; ++m) {
+                    const int first = at + m * TILE_DISTANCE;
+                    add_updates(updates, present, in.v[n][0] + row + first + value, sums[m]);
+                    if (stored)
+                        multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, n, results + m * SUMS);
+                }
+                if constexpr (!DENSE) sum_scattered<4>(results, lane);
                 store(updates, sums, results, row + at);
             }
             if constexpr (COPY_STAGES < PARTS) {
@@ -315,7 +329,7 @@ struct CopyRead {
     }
 
     // The step's v to the ring, by the first threads.
-    static constexpr int APPENDING = GRAM ? 32 * OTHER_WARPS : THREADS;
+    static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS;
     __device__ void append_values() const {
         if (!adjoint.appends()) return;
 #pragma unroll 1
@@ -333,9 +347,6 @@ __device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& sh
     read.request();
     float head_scale = 1.0f;
     if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.warp_head()).copy().head_scale;
-    read.adjoint.load_gates();
-    wait_copies();
-    __syncthreads();  // keys, queries, values, barriers
     read.adjoint.run(head_scale, [&] { read.append_values(); });
     __syncthreads();  // x, c
     read.read();

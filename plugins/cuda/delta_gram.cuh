@@ -15,6 +15,7 @@
 #include "delta_adjoint.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/barriers.cuh"
 
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int GRAM_PITCH = KEY_DIM + 8, PRODUCT_PITCH = ENTRIES + 2;
@@ -35,9 +36,9 @@ struct GramInputs {
 
 // Tokens that a warp solves at once, one beside the other.
 constexpr int SOLVED_TOKENS = READ_TOKENS < 4 ? READ_TOKENS : READ_TOKENS > 4 * HEAD_WARPS ? READ_TOKENS / HEAD_WARPS : 4;
-// The last warps solve; the first ones, or all where none is left, form products and append to the ring meanwhile.
+// The last warps solve. The first ones, or all where none is left, load keys, form their products and append to the ring.
 constexpr int SOLVING_WARPS = HEADS * (READ_TOKENS / SOLVED_TOKENS);
-constexpr int OTHER_WARPS = SOLVING_WARPS < WARPS ? WARPS - SOLVING_WARPS : WARPS;
+constexpr int KEY_WARPS = SOLVING_WARPS < WARPS ? WARPS - SOLVING_WARPS : WARPS, KEY_THREADS = 32 * KEY_WARPS;
 
 // T: of keys, queries and values. Results: Adjoint<T> or FloatAdjoint.
 template <typename T, typename Results>
@@ -57,7 +58,7 @@ struct Gram {
     __device__ bool solves() const { return SOLVING_WARPS == WARPS || solver() >= 0; }
     __device__ int warp_head() const { return solver() % HEADS; }
     __device__ int first_token() const { return solver() / HEADS * SOLVED_TOKENS; }
-    __device__ bool is_other() const { return warp < OTHER_WARPS; }
+    __device__ bool has_keys() const { return warp < KEY_WARPS; }
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
 
@@ -83,40 +84,43 @@ struct Gram {
         }
     }
 
-    // Chains wait for theirs here (delta_adjoint.cuh).
-    __device__ void load_gates() const {}
-
     // Keys of every entry and the tokens' queries, 16 bytes a lane.
     static constexpr int ROW_LANES = KEY_DIM / 8;
-    // By which threads are moved on for the tokens, so that another warp takes them if they are few: whole rows, for a thread keeps
-    // its column.
-    static constexpr int TOKEN_WARP = 32 % ROW_LANES == 0 ? THREADS - 32 : 0;
     __device__ void request() {
         if (solves()) request_gates();
+        if (!has_keys()) return;
         const int column = threadIdx.x % ROW_LANES * 8;
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
             const Work head = w.of_head(key * KEY_HEADS_HERE);
             const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_k) + head.ring_k_at(0) + column);
 #pragma unroll 1
-            for (int j = threadIdx.x / ROW_LANES; j < history; j += THREADS / ROW_LANES)
+            for (int j = threadIdx.x / ROW_LANES; j < history; j += KEY_THREADS / ROW_LANES)
                 copy_16_bytes(&in.k[key][j][column], ring + w.history_row(j) * KEY_DIM);
             const T* q = opaque(head.q(0) + column);
+            // The last rows' threads, which have fewer of the ring.
 #pragma unroll 1
-            for (int i = (threadIdx.x + TOKEN_WARP) % THREADS / ROW_LANES; i < tokens; i += THREADS / ROW_LANES) {
+            for (int i = (KEY_THREADS - 1 - threadIdx.x) / ROW_LANES; i < tokens; i += KEY_THREADS / ROW_LANES) {
                 const T* token = q + i * w.t.qkv_stride;
                 copy_16_bytes(&in.q[key][i][column], token);
                 copy_16_bytes(&in.k[key][history + i][column], token + KEY_HEADS * KEY_DIM);
             }
         }
     }
+    // Until the keys are there, for the warps that have them. The others go on with their gates.
+    __device__ static void wait_for_keys() {
+        wait_copies();
+        if constexpr (KEY_WARPS < WARPS)
+            sync_threads(1, KEY_THREADS);
+        else
+            __syncthreads();
+    }
 
-    // By the first OTHER_WARPS.
     __device__ void append_keys() const {
         if (!appends()) return;
         const int column = threadIdx.x % ROW_LANES * 8;
 #pragma unroll 1
-        for (int token = threadIdx.x / ROW_LANES; token < tokens; token += 32 * OTHER_WARPS / ROW_LANES)
+        for (int token = threadIdx.x / ROW_LANES; token < tokens; token += KEY_THREADS / ROW_LANES)
 #pragma unroll
             for (int key = 0; key < KEYS; ++key) {
                 const Work head = w.of_head(key * KEY_HEADS_HERE);
@@ -135,7 +139,7 @@ struct Gram {
 
     __device__ void multiply() const {
 #pragma unroll 1
-        for (int task = warp; task < KEYS * KEY_TASKS; task += OTHER_WARPS) {
+        for (int task = warp; task < KEYS * KEY_TASKS; task += KEY_WARPS) {
             const int key = task / KEY_TASKS, rows = task % KEY_TASKS > 1 ? 1 : 0, columns = task % KEY_TASKS - 2 * rows;
             if (16 * rows >= history + tokens) continue;
             if (columns > rows)
@@ -180,14 +184,14 @@ struct Gram {
         const int group = lane / 4, t = lane % 4;
         const ACT *left = lane_row(in.k[key], rows, ENTRIES - 1), *right = lane_row(in.q[key], 0, READ_TOKENS - 1);
         constexpr int TOKEN_BLOCKS = (READ_TOKENS + 7) / 8;
-        Accumulator sums[2][TOKEN_BLOCKS] = {}, squares[TOKEN_BLOCKS] = {};
+        Accumulator sums[2][TOKEN_BLOCKS] = {}, squares[2][TOKEN_BLOCKS] = {};
 #pragma unroll
         for (int p = 0; p < KEY_DIM / 16; ++p) {
             const Matrices a = load_matrices(left + 16 * p), b = load_matrices(right + 16 * p);
 #pragma unroll
             for (int n = 0; n < TOKEN_BLOCKS; ++n) {
                 mma_16bit<T>(sums[p % 2][n], a.v, b.v[n], b.v[n + 2]);
-                mma_16bit<T>(squares[n], b.v, b.v[n], b.v[n + 2]);
+                mma_16bit<T>(squares[p % 2][n], b.v, b.v[n], b.v[n + 2]);
             }
         }
 #pragma unroll
@@ -199,7 +203,7 @@ struct Gram {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     in.qk[key][token][rows + group + 8 * half] = sums[0][n].v[2 * half + e] + sums[1][n].v[2 * half + e];
-                if (group == 2 * t + e) in.q_squares[key][token] = squares[n].v[2 * n + e];
+                if (group == 2 * t + e) in.q_squares[key][token] = squares[0][n].v[2 * n + e] + squares[1][n].v[2 * n + e];
             }
     }
 
@@ -377,14 +381,18 @@ struct Gram {
         }
     }
 
-    // All of it, once the inputs are there; for all threads. `append`: called by the first OTHER_WARPS.
+    // All of it, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS.
     template <typename Append>
     __device__ void run(float unit, Append append) const {
         Decays decays;
         if (solves()) find_decays(decays);
-        if (is_other()) multiply();
+        if (has_keys()) {
+            wait_for_keys();
+            multiply();
+        }
+        wait_copies();
         __syncthreads();
-        if (is_other()) {
+        if (has_keys()) {
             append_keys();
             append();
         }

@@ -259,9 +259,6 @@ struct Read {
 __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     Read read(w, shared);
     read.request();
-    read.adjoint.load_gates();
-    wait_copies();
-    __syncthreads();  // ring rows, gates and barriers
     read.adjoint.run(1.0f, [] {});  // values are appended in the end
     __syncthreads();  // x and c
     if (w.row.folded > 0) {
