@@ -30,7 +30,7 @@ struct Present {
 #pragma unroll
         for (int s = 0; s < 2 * (ENTRIES / 16); ++s) {
             const int behind = entries - 8 * s - 2 * t;
-            mask[s / 2][s % 2] = opaque(behind > 1 ? -1 : behind > 0 ? 0xffff : 0);
+            mask[s / 2][s % 2] = behind > 1 ? ~0u : behind > 0 ? 0xffffu : 0u;
         }
     }
     __device__ __forceinline__ void keep(Matrices& left, int s) const {
@@ -92,7 +92,7 @@ struct HeldChains {
     __device__ HeldChains(const Work& work, ChainInputs& inputs, StepSums& sums) : chains(work, inputs, sums) {}
 
     __device__ bool appends() const { return chains.appends(); }
-    __device__ int warp_head() const { return chains.chain_head(); }
+    __device__ int solved_head() const { return chains.chain_head(); }
     __device__ bool solves() const { return chains.has_tokens(); }
 
     __device__ void request() const { chains.request(); }

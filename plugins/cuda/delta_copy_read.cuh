@@ -83,7 +83,7 @@ struct CopyRead {
 
     static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
     // Values are loaded by the warps that do not load keys, if there are some of them.
-    static constexpr int VALUE_WARPS = GRAM && WARPS - KEY_WARPS > 1 ? WARPS - KEY_WARPS : WARPS;
+    static constexpr int VALUE_WARPS = GRAM && KEY_WARPS < WARPS ? WARPS - KEY_WARPS : WARPS;
     static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
 
     // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
@@ -346,7 +346,7 @@ __device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& sh
     CopyRead<T> read(w, shared);
     read.request();
     float head_scale = 1.0f;
-    if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.warp_head()).copy().head_scale;
+    if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.solved_head()).copy().head_scale;
     read.adjoint.run(head_scale, [&] { read.append_values(); });
     __syncthreads();  // x, c
     read.read();

@@ -36,9 +36,11 @@ struct GramInputs {
 
 // Tokens that a warp solves at once, one beside the other.
 constexpr int SOLVED_TOKENS = READ_TOKENS < 4 ? READ_TOKENS : READ_TOKENS > 4 * HEAD_WARPS ? READ_TOKENS / HEAD_WARPS : 4;
-// The last warps solve. The first ones, or all where none is left, load keys, form their products and append to the ring.
-constexpr int SOLVING_WARPS = HEADS * (READ_TOKENS / SOLVED_TOKENS);
-constexpr int KEY_WARPS = SOLVING_WARPS < WARPS ? WARPS - SOLVING_WARPS : WARPS, KEY_THREADS = 32 * KEY_WARPS;
+// Lanes of a head: where its entries are few, a warp solves two heads.
+constexpr int HEAD_LANES = ENTRIES == 16 && HEADS % 2 == 0 ? 16 : 32, SOLVED_HEADS = 32 / HEAD_LANES;
+// The last warps solve. The first half of them, or all where more than half solve, load keys, form their products and append to the ring.
+constexpr int SOLVING_WARPS = HEADS / SOLVED_HEADS * (READ_TOKENS / SOLVED_TOKENS);
+constexpr int KEY_WARPS = SOLVING_WARPS > WARPS / 2 ? WARPS : WARPS / 2, KEY_THREADS = 32 * KEY_WARPS;
 
 // T: of keys, queries and values. Results: Adjoint<T> or FloatAdjoint.
 template <typename T, typename Results>
@@ -47,17 +49,18 @@ struct Gram {
     GramInputs& in;
     Results& out;
     const int warp, lane, history, tokens;
+    const int own;  // the lane's entry while the triangular system is solved
 
     __device__ Gram(const Work& work, GramInputs& inputs, Results& results)
         : w(work), in(inputs), out(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
-          tokens(work.row.tokens) {}
+          tokens(work.row.tokens), own(lane % HEAD_LANES) {}
 
     __device__ bool appends() const { return !w.row.absorbs(); }
-    // Head and first token of a warp while the triangular system is solved.
+    // Head of a lane and first token of a warp while the triangular system is solved.
     __device__ int solver() const { return warp - (WARPS - SOLVING_WARPS); }
     __device__ bool solves() const { return SOLVING_WARPS == WARPS || solver() >= 0; }
-    __device__ int warp_head() const { return solver() % HEADS; }
-    __device__ int first_token() const { return solver() / HEADS * SOLVED_TOKENS; }
+    __device__ int solved_head() const { return solver() % (HEADS / SOLVED_HEADS) * SOLVED_HEADS + lane / HEAD_LANES; }
+    __device__ int first_token() const { return solver() / (HEADS / SOLVED_HEADS) * SOLVED_TOKENS; }
     __device__ bool has_keys() const { return warp < KEY_WARPS; }
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
@@ -69,11 +72,11 @@ struct Gram {
     } gates;
 
     __device__ void request_gates() {
-        const Work head = w.of_head(warp_head());
-        const int token = lane - history;
+        const Work head = w.of_head(solved_head());
+        const int token = own - history;
         gates = {};
         if (token < 0) {
-            const int row = w.history_row(lane);
+            const int row = w.history_row(own);
             gates.ring_beta = w.t.ring_beta[head.ring_beta_at(row)];
             gates.ring_g = w.t.ring_g[head.ring_g_at(row)];
         } else if (token < tokens) {
@@ -209,9 +212,10 @@ struct Gram {
 
     // ---- the triangular system -----------------------------------------------------------------------------------------
 
-    __device__ static float of_lane(float x, int from) { return __shfl_sync(~0u, x, from); }
+    // Of the lane's head.
+    __device__ static float of_entry(float x, int entry) { return __shfl_sync(~0u, x, entry, HEAD_LANES); }
 
-    // What the gates give, of the warp's head and the lane's entry.
+    // What the gates give, of the lane's head and entry.
     struct Decays {
         float beta;
         float since[ENTRIES];  // [i]: -exp(G_i - G_own)
@@ -219,12 +223,12 @@ struct Gram {
         float log2_from_start;  // of exp(G_own)
     };
     // Decays from the lane's entry to a token.
-    __device__ float& decay_to(int token) const { return reinterpret_cast<float*>(in.along[warp_head()][token])[lane]; }
+    __device__ float& decay_to(int token) const { return reinterpret_cast<float*>(in.along[solved_head()][token])[own]; }
 
     // Gates of tokens are appended to the ring on the way.
     __device__ void find_decays(Decays& to) const {
-        const Work head = w.of_head(warp_head());
-        const int token = lane - history, entries = history + tokens, first_last = history + first_token();
+        const Work head = w.of_head(solved_head());
+        const int token = own - history, entries = history + tokens, first_last = history + first_token();
         float g = gates.ring_g;
         to.beta = gates.ring_beta;
         if (u32(token) < u32(tokens)) {
@@ -249,23 +253,23 @@ struct Gram {
             }
 #pragma unroll
             for (int i = first; i < first + 8; ++i) {
-                const float step = of_lane(log2_g, i);
-                if (i > lane)
+                const float step = of_entry(log2_g, i);
+                if (i > own)
                     since += step;
                 else
                     to.log2_from_start += step;
                 const float decay = power_of_2(since);
                 to.since[i] = -decay;
                 // Those of a single token remain at hand.
-                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && lane < ENTRIES) decay_to(i - history) = decay;
+                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES) decay_to(i - history) = decay;
             }
         }
         to.last = power_of_2(since);
     }
 
-    // Of the warp's head and tokens. `unit` becomes part of what products are multiplied by.
+    // Of the lane's head and the warp's tokens. `unit` becomes part of what products are multiplied by.
     __device__ void solve(const Decays& decays, float unit) const {
-        const int n = warp_head(), key = n / KEY_HEADS_HERE, own = lane, entry = own % ENTRIES, entries = history + tokens;
+        const int n = solved_head(), key = n / KEY_HEADS_HERE, entry = own % ENTRIES, entries = history + tokens;
         const float norm = own < entries ? rsqrtf(in.k_squares[key][entry] + NORM_EPSILON) : 0.0f;
         const float gain = own < entries ? decays.beta * norm * norm : 0.0f;
         float pairs[ENTRIES];  // [i]: -exp(G_i - G_own) k_i . k_own
@@ -293,13 +297,13 @@ struct Gram {
 #pragma unroll
             for (int n = 1; n < 4; ++n)
 #pragma unroll
-                for (int m = 0; m < n; ++m) within[m][n] = of_lane(gain * pairs[first + n], first + m);
+                for (int m = 0; m < n; ++m) within[m][n] = of_entry(gain * pairs[first + n], first + m);
 #pragma unroll
             for (int k = 0; k < SOLVED_TOKENS; ++k) {
                 float c[4];
 #pragma unroll
                 for (int m = 3; m >= 0; --m) {
-                    c[m] = of_lane(gain * y[k], first + m);
+                    c[m] = of_entry(gain * y[k], first + m);
 #pragma unroll
                     for (int n = 3; n > m; --n) c[m] = fmaf(within[m][n], c[n], c[m]);
                 }
@@ -311,13 +315,16 @@ struct Gram {
 #pragma unroll
         for (int k = 0; k < SOLVED_TOKENS; ++k) {
             const int token = first_token() + k, last = history + token;
-            const float whole = power_of_2(of_lane(decays.log2_from_start, last));
+            const float whole = power_of_2(of_entry(decays.log2_from_start, last));
             const Rescaling to(whole, 8);
             float along = own <= last ? -(gain * y[k] * key_decay) * to.factor : 0.0f;
             float along_unit = 1.0f;
             if constexpr (same_type<T, fp16>::value) {
                 // Of short keys it is large, of long ones little.
-                const Rescaling within(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(along) & 0x7fffffffu)), 12);
+                float largest = fabsf(along);
+#pragma unroll
+                for (int offset = HEAD_LANES / 2; offset; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
+                const Rescaling within(largest, 12);
                 along *= within.factor;
                 along_unit = within.inverse;
             }
@@ -343,39 +350,51 @@ struct Gram {
     // Keys are the left operand, 16 columns of them. Of the right one, columns 2 i and 2 i + 1 are the first two parts of adjoint i,
     // that of a head and token; the third part is added to the first.
     __device__ void combine() const {
-        constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4, TILES = KEY_DIM / 16;
+        constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4;
         const int entries = history + tokens, group = lane / 4, t = lane % 4;
         const Present present(entries, t);
-#pragma unroll 1
-        for (int tile = warp; tile < KEYS * TILES; tile += WARPS) {
-            const int key = tile / TILES, first = tile % TILES * 16, head = key * KEY_HEADS_HERE;
-            Accumulator sums[OPERANDS] = {};
 #pragma unroll
-            for (int s = 0; s < ENTRIES / 16; ++s) {
-                if (16 * s >= entries) continue;
-                Matrices keys = load_transposed_matrices(&in.k[key][16 * s + lane % 8 + lane / 16 * 8][first + lane / 8 % 2 * 8]);
-                present.keep(keys, s);
-#pragma unroll
-                for (int i = 0; i < OPERANDS; ++i) {
-                    const int adjoint = min(4 * i + group / 2, ADJOINTS - 1);
-                    const auto& parts = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
-                    const auto pair = [&](int part, int half) {
-                        return *reinterpret_cast<const u32*>(&parts[part][16 * s + 2 * t + 8 * half]);
-                    };
-                    mma_16bit<T>(sums[i], keys.v, pair(group % 2, 0), pair(group % 2, 1));
-                    mma_16bit<T>(sums[i], keys.v, group % 2 ? 0 : pair(2, 0), group % 2 ? 0 : pair(2, 1));
-                }
-            }
+        for (int key = 0; key < KEYS; ++key) {
+            const int head = key * KEY_HEADS_HERE;
+            u32 upper[OPERANDS][ENTRIES / 8], lower[OPERANDS][ENTRIES / 8];
 #pragma unroll
             for (int i = 0; i < OPERANDS; ++i) {
-                const int adjoint = 4 * i + t, token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
-                if (adjoint >= ADJOINTS) continue;
-                const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
+                const int adjoint = min(4 * i + group / 2, ADJOINTS - 1);
+                const auto& parts = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int column = first + group + 8 * half;
-                    const float sum = (sums[i].v[2 * half] + sums[i].v[2 * half + 1]) * unit;
-                    out.store(n, token, column, fmaf(whole, to_float(in.q[key][token][column]), sum));
+                for (int s = 0; s < ENTRIES / 8; ++s) {
+                    upper[i][s] = *reinterpret_cast<const u32*>(&parts[group % 2][8 * s + 2 * t]);
+                    lower[i][s] = *reinterpret_cast<const u32*>(&parts[2][8 * s + 2 * t]);
+                    if (group % 2) lower[i][s] = 0;
+                }
+            }
+            const ACT* rows = &in.k[key][lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8];
+#pragma unroll
+            for (int m = 0; m < KEY_DIM / (16 * WARPS); ++m) {
+                const int first = 16 * (warp + m * WARPS);
+                Accumulator sums[OPERANDS] = {};
+#pragma unroll
+                for (int s = 0; s < ENTRIES / 16; ++s) {
+                    if (16 * s >= entries) continue;
+                    Matrices keys = load_transposed_matrices(rows + 16 * s * GRAM_PITCH + first);
+                    present.keep(keys, s);
+#pragma unroll
+                    for (int i = 0; i < OPERANDS; ++i) {
+                        mma_16bit<T>(sums[i], keys.v, upper[i][2 * s], upper[i][2 * s + 1]);
+                        mma_16bit<T>(sums[i], keys.v, lower[i][2 * s], lower[i][2 * s + 1]);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < OPERANDS; ++i) {
+                    const int adjoint = 4 * i + t, token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
+                    if (adjoint >= ADJOINTS) continue;
+                    const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int column = first | 8 * half | group;
+                        const float sum = (sums[i].v[2 * half] + sums[i].v[2 * half + 1]) * unit;
+                        out.store(n, token, column, fmaf(whole, to_float(in.q[key][token][column]), sum));
+                    }
                 }
             }
         }
