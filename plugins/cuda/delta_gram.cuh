@@ -347,53 +347,59 @@ struct Gram {
 
     // ---- x -------------------------------------------------------------------------------------------------------------
 
-    // Keys are the left operand, 16 columns of them. Of the right one, columns 2 i and 2 i + 1 are the first two parts of adjoint i,
-    // that of a head and token; the third part is added to the first.
+    // Keys are the left operand, a tile of 16 columns of them. Of the right one, columns 2 i and 2 i + 1 are the first two parts of
+    // adjoint i, that of a head and token; the third part is added to the first. With two adjoints at most, the upper four columns are
+    // those of a second tile, so that no lane is without a result.
     __device__ void combine() const {
-        constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4;
+        constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4, TILES = KEY_DIM / (16 * WARPS);
+        constexpr int TOGETHER = ADJOINTS <= 2 && TILES % 2 == 0 ? 2 : 1;
         const int entries = history + tokens, group = lane / 4, t = lane % 4;
         const Present present(entries, t);
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
             const int head = key * KEY_HEADS_HERE;
-            u32 upper[OPERANDS][ENTRIES / 8], lower[OPERANDS][ENTRIES / 8];
+            u32 parts[OPERANDS][2][ENTRIES / 8];  // the lane's of the first or second, and of the third
 #pragma unroll
             for (int i = 0; i < OPERANDS; ++i) {
-                const int adjoint = min(4 * i + group / 2, ADJOINTS - 1);
-                const auto& parts = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
+                const int adjoint = min(TOGETHER == 2 ? group / 2 % 2 : 4 * i + group / 2, ADJOINTS - 1);
+                const auto& along = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
 #pragma unroll
                 for (int s = 0; s < ENTRIES / 8; ++s) {
-                    upper[i][s] = *reinterpret_cast<const u32*>(&parts[group % 2][8 * s + 2 * t]);
-                    lower[i][s] = *reinterpret_cast<const u32*>(&parts[2][8 * s + 2 * t]);
-                    if (group % 2) lower[i][s] = 0;
+                    parts[i][0][s] = *reinterpret_cast<const u32*>(&along[group % 2][8 * s + 2 * t]);
+                    parts[i][1][s] = *reinterpret_cast<const u32*>(&along[2][8 * s + 2 * t]);
+                    if (group % 2) parts[i][1][s] = 0;
                 }
             }
-            const ACT* rows = &in.k[key][lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8];
+            const ACT* rows = &in.k[key][lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8 + 16 * warp];
 #pragma unroll
-            for (int m = 0; m < KEY_DIM / (16 * WARPS); ++m) {
-                const int first = 16 * (warp + m * WARPS);
+            for (int first = 0; first < TILES; first += TOGETHER) {
                 Accumulator sums[OPERANDS] = {};
 #pragma unroll
-                for (int s = 0; s < ENTRIES / 16; ++s) {
-                    if (16 * s >= entries) continue;
-                    Matrices keys = load_transposed_matrices(rows + 16 * s * GRAM_PITCH + first);
-                    present.keep(keys, s);
+                for (int tile = 0; tile < TOGETHER; ++tile)
 #pragma unroll
-                    for (int i = 0; i < OPERANDS; ++i) {
-                        mma_16bit<T>(sums[i], keys.v, upper[i][2 * s], upper[i][2 * s + 1]);
-                        mma_16bit<T>(sums[i], keys.v, lower[i][2 * s], lower[i][2 * s + 1]);
+                    for (int s = 0; s < ENTRIES / 16; ++s) {
+                        if (16 * s >= entries) continue;
+                        Matrices keys = load_transposed_matrices(rows + 16 * s * GRAM_PITCH + 16 * WARPS * (first + tile));
+                        present.keep(keys, s);
+                        const bool own = TOGETHER == 1 || group / 4 == tile;
+#pragma unroll
+                        for (int n = 0; n < 2 * OPERANDS; ++n) {
+                            const u32(&part)[ENTRIES / 8] = parts[n / 2][n % 2];
+                            mma_16bit<T>(sums[n / 2], keys.v, own ? part[2 * s] : 0, own ? part[2 * s + 1] : 0);
+                        }
                     }
-                }
+                const int column = 16 * (warp + WARPS * (first + (TOGETHER == 2 ? t / 2 : 0))) + group;
 #pragma unroll
                 for (int i = 0; i < OPERANDS; ++i) {
-                    const int adjoint = 4 * i + t, token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
+                    const int adjoint = TOGETHER == 2 ? t % 2 : 4 * i + t;
                     if (adjoint >= ADJOINTS) continue;
+                    const int token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
                     const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const int column = first | 8 * half | group;
                         const float sum = (sums[i].v[2 * half] + sums[i].v[2 * half + 1]) * unit;
-                        out.store(n, token, column, fmaf(whole, to_float(in.q[key][token][column]), sum));
+                        const float q = to_float(in.q[key][token][column + 8 * half]);
+                        out.store(n, token, column + 8 * half, fmaf(whole, q, sum));
                     }
                 }
             }
