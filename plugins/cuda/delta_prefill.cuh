@@ -8,7 +8,7 @@
 #include "delta_prefill_rows.cuh"
 #include "ptx/barriers.cuh"
 
-constexpr int ALL_WARPS = 0, MAKERS = 1, STATE_READ = 2;  // named barriers
+constexpr int ALL_WARPS = 1, MAKERS = 2, STATE_READ = 3;  // named barriers
 
 __device__ __forceinline__ int threads_of(int barrier) { return barrier == MAKERS ? 32 * MAKER_WARPS : BLOCK_THREADS; }
 // Waits until all threads of the barrier are here.
