@@ -66,8 +66,8 @@ __device__ __forceinline__ void take_chunks(const Shared& shared, u32 lane, Load
     }
 }
 
-// Where there is a read copy, the blocks of a head are a cluster: one of them writes the copy when all have stored their rows.
-#if READ_BITS > 0
+// An nvfp4 copy has a scale of the whole head, which its blocks find together.
+#if READ_BITS == 4 && SPLIT > 1
 #define HEAD_CLUSTER __cluster_dims__(SPLIT, 1, 1)
 #else
 #define HEAD_CLUSTER
@@ -94,9 +94,7 @@ __device__ __forceinline__ void delta_prefill(Shared& shared, const Tensors& t, 
 
     if constexpr (READ_BITS > 0) {
         const Work written = work();
-        if (!written.row.folds()) return;
-        wait_cluster();
-        if (written.leads_head())
-            write_copy<VALUE_DIM, KEY_DIM, BLOCK_THREADS>(t.state_out + written.state_at(0), written.copy());
+        if (written.row.folds())
+            write_copy<SLICE, KEY_DIM, BLOCK_THREADS, SPLIT>(t.state_out + written.state_at(0), written.copy());
     }
 }

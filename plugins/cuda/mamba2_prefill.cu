@@ -9,7 +9,6 @@
 // Stages: mamba2_chunk.cuh (inputs), mamba2_chunk_outputs.cuh, mamba2_chunk_state.cuh. Macros: mamba2_chunk.cuh.
 #include "mamba2_chunk_outputs.cuh"
 #include "mamba2_chunk_state.cuh"
-#include "ptx/barriers.cuh"
 #include "read_copy.cuh"
 
 // C of wide states is more than registers hold beside an update.
@@ -34,8 +33,8 @@ __device__ __forceinline__ void append(const Shared& shared, const ChunkSteps& s
     }
 }
 
-// Where there is a read copy, the blocks of a head are a cluster: one of them writes the copy when all have stored their rows.
-#if READ_BITS > 0
+// An nvfp4 copy has a scale of the whole head, which its blocks find together.
+#if READ_BITS == 4 && HEAD_DIM > CHANNELS
 #define HEAD_CLUSTER __cluster_dims__(HEAD_DIM / CHANNELS, 1, 1)
 #else
 #define HEAD_CLUSTER
@@ -105,10 +104,9 @@ extern "C" __global__ void HEAD_CLUSTER __launch_bounds__(THREADS, BLOCKS_AN_SM)
         // The row is read again, so that nothing is kept in registers for this.
         const Row written = load_row(step, opaque(int(blockIdx.y)), tokens);
         if (!written.folds()) return;
-        wait_cluster_aligned();
-        const int head = blockIdx.x * CHANNELS / HEAD_DIM;
-        if (blockIdx.x * CHANNELS % HEAD_DIM == 0)
-            write_copy<HEAD_DIM, STATE_SIZE, THREADS>(state_out + written.slot * state_stride + head * HEAD_SIZE,
-                                                      COPY_OF_SLOT(written.slot).of_head(head, HEAD_DIM, STATE_SIZE));
+        const int head = w.head(), first = w.first_channel();
+        write_copy<CHANNELS, STATE_SIZE, THREADS, BLOCKS_A_HEAD>(
+            state_out + written.slot * state_stride + head * HEAD_SIZE + first * STATE_SIZE,
+            COPY_OF_SLOT(written.slot).of_head(head, HEAD_DIM, STATE_SIZE, first));
     }
 }

@@ -3,6 +3,7 @@
 // Macro: READ_BITS (bits of a code: 8 for fp8, 4 for nvfp4, 0 without a copy).
 #pragma once
 #include "ptx/arithmetic.cuh"
+#include "ptx/cluster.cuh"
 #include "types.cuh"
 
 // What kernels of layers with a copy take besides: behind the other inputs, strides and outputs. An output's address is also
@@ -45,9 +46,9 @@ struct ReadCopy {
     u8* scales;
     float* head_scale;
 
-    // Of head `head` of a state of heads [rows, columns].
-    __device__ __forceinline__ ReadCopy of_head(int head, int rows, int columns) const {
-        const i64 row = i64(head) * rows;
+    // Of head `head` of a state of heads [rows, columns], from row `first` on.
+    __device__ __forceinline__ ReadCopy of_head(int head, int rows, int columns, int first = 0) const {
+        const i64 row = i64(head) * rows + first;
         return {codes + row * (columns * READ_BITS / 8), scales + row * (columns / COPY_BLOCK), head_scale + head};
     }
 };
@@ -172,26 +173,47 @@ __device__ __forceinline__ float copy_value(const ReadCopy& copy, int row, int c
     }
 }
 
-// Writes the copy of a head's checkpoint [HEAD_ROWS, HEAD_COLUMNS], which the threads of this block have written before. All of the
-// block's THREADS come here together, and may write that checkpoint again behind it.
-template <int HEAD_ROWS, int HEAD_COLUMNS, int THREADS, typename T>
-__device__ __forceinline__ void write_copy(const T* state, const ReadCopy& copy) {
-    constexpr int BLOCKS_A_HEAD = HEAD_ROWS * HEAD_COLUMNS / COPY_BLOCK;
+// The largest of N magnitudes of a state that the block has stored; for all of its THREADS.
+template <int N, int THREADS, typename T>
+__device__ __forceinline__ float block_magnitude(const T* state) {
     __shared__ float largest[THREADS / 32];
+    float amax = 0.0f;
+    for (int i = threadIdx.x; i < N; i += THREADS) amax = larger_magnitude(amax, to_float(state[i]));
+    amax = warp_magnitude(amax);
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < THREADS / 32; ++warp) amax = larger_magnitude(amax, largest[warp]);
+    return amax;
+}
+
+// The largest of what the blocks of a cluster, those of a head, have found; for all of their threads.
+template <int HEAD_BLOCKS>
+__device__ __forceinline__ float cluster_magnitude(float amax) {
+    __shared__ float of_block;
+    if (threadIdx.x == 0) of_block = amax;
+    wait_cluster();
+#pragma unroll
+    for (int i = 1; i < HEAD_BLOCKS; ++i) amax = larger_magnitude(amax, load_of_block(&of_block, (blockIdx.x + i) % HEAD_BLOCKS));
+    wait_cluster();  // no block ends before the others have read
+    return amax;
+}
+
+// Writes the copy of OWN_ROWS rows of a head's checkpoint [.., HEAD_COLUMNS], which the threads of this block have written before.
+// All of its THREADS come here together, and may write that checkpoint again behind it. The blocks of an nvfp4 head, if there are
+// several, are a cluster, and all of them come here.
+template <int OWN_ROWS, int HEAD_COLUMNS, int THREADS, int HEAD_BLOCKS = 1, typename T>
+__device__ __forceinline__ void write_copy(const T* state, const ReadCopy& copy) {
+    constexpr int COPY_BLOCKS = OWN_ROWS * HEAD_COLUMNS / COPY_BLOCK;
     __syncthreads();
     float head_scale = 0.0f;
     if constexpr (READ_BITS == 4) {
-        float amax = 0.0f;
-        for (int i = threadIdx.x; i < HEAD_ROWS * HEAD_COLUMNS; i += THREADS) amax = larger_magnitude(amax, to_float(state[i]));
-        amax = warp_magnitude(amax);
-        if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
-        __syncthreads();
-#pragma unroll
-        for (int warp = 0; warp < THREADS / 32; ++warp) amax = larger_magnitude(amax, largest[warp]);
+        float amax = block_magnitude<OWN_ROWS * HEAD_COLUMNS, THREADS>(state);
+        if constexpr (HEAD_BLOCKS > 1) amax = cluster_magnitude<HEAD_BLOCKS>(amax);
         head_scale = nvfp4_head_scale(amax);
-        if (threadIdx.x == 0) *copy.head_scale = head_scale;
+        if (threadIdx.x == 0 && blockIdx.x % HEAD_BLOCKS == 0) *copy.head_scale = head_scale;
     }
-    for (int block = threadIdx.x; block < BLOCKS_A_HEAD; block += THREADS) {
+    for (int block = threadIdx.x; block < COPY_BLOCKS; block += THREADS) {
         float x[COPY_BLOCK], amax = 0.0f;
 #pragma unroll
         for (int i = 0; i < COPY_BLOCK; ++i) {

@@ -2,6 +2,7 @@
 #include "ptx/async_copy.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/bulk_copy.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mma.cuh"
 #include "types.cuh"
 
@@ -76,6 +77,23 @@ KERNEL HEAD_CLUSTER exchange_in_cluster(const int* in, int* out) {
     const int other = out[(blockIdx.x ^ 1) * 64 + threadIdx.x];
     wait_cluster();
     out[blockIdx.x * 64 + threadIdx.x] = other + own;
+}
+
+// Every block of it reads what the other one has in shared memory, where both are still there.
+KERNEL HEAD_CLUSTER shared_of_cluster(const int* in, int* out) {
+    __shared__ float values[64];
+    values[threadIdx.x] = float(in[blockIdx.x * 64 + threadIdx.x]);
+    wait_cluster();
+    out[blockIdx.x * 64 + threadIdx.x] = int(load_of_block(&values[63 - threadIdx.x], blockIdx.x ^ 1));
+    if (!FAULT) wait_cluster();
+}
+
+KERNEL HEAD_CLUSTER shared_of_cluster_at_once(const int* in, int* out) {
+    __shared__ float value;
+    if (threadIdx.x == 0) value = float(in[blockIdx.x * 64]);
+    if (!FAULT) wait_cluster();
+    out[blockIdx.x * 64 + threadIdx.x] = int(load_of_block(&value, blockIdx.x ^ 1));
+    wait_cluster();
 }
 
 // ---- lanes -----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def expected(symbol: str) -> Tensor:
         "sums_through_one_place": (first.sum() + (first * first).sum()).expand(64).int(),
         "hand_over": torch.cat([torch.zeros(32, dtype=torch.int32), first[:32]]),
         "exchange_in_cluster": EXCHANGED,
+        "shared_of_cluster": VALUES.flip(0),
+        "shared_of_cluster_at_once": VALUES[::64].flip(0).repeat_interleave(64),
         "lane_beyond_the_mask": neighbours[:64],
         "lanes_that_have_ended": torch.where(lower, neighbours[:64], first),
         "collectives_of_two_kinds": torch.where(lower, neighbours[:64], torch.tensor(-65536, dtype=torch.int32)),
@@ -44,8 +46,9 @@ def run_example(symbol: str, fault: bool, seed: int) -> Tensor:
     want = expected(symbol)
     kernel = Kernel("examples.cu", symbol, 64, (("FAULT", int(fault)), ("CLUSTER", len(want) // 64 - 1)))
     texts = {"examples.cu": Path(__file__).with_name("examples.cu").read_bytes()}
-    for name in ("types.cuh", "ptx/async_copy.cuh", "ptx/barriers.cuh", "ptx/bulk_copy.cuh", "ptx/mma.cuh"):
-        sources(name, texts)
+    for name in ("async_copy", "barriers", "bulk_copy", "cluster", "mma"):
+        sources(f"ptx/{name}.cuh", texts)
+    sources("types.cuh", texts)
     out = torch.full_like(want, -5)
     record = Launch(kernel, (len(want) // 64, 1, 1))
     run(load_from(kernel, "sm_90a", texts), record, [VALUES.data_ptr()], [out.data_ptr()], Emulation(seed=seed))
@@ -57,6 +60,7 @@ ERRORS = {
     "hand_over": "barrier 1 is one of|no thread can go on",
     "barrier_of_half_a_block": "no thread can go on; there wait, of 64: .* for a barrier",
     "barrier_of_half_warps": "only lanes 0000ffff of warp . have come",
+    "shared_of_cluster": "block [01] of the cluster, whose shared memory is read, has ended",
     "lane_beyond_the_mask": "__shfl_xor_sync with the mask 0000ffff, without lane",
     "lanes_that_have_ended": "which has ended|which have ended",
     "collectives_of_two_kinds": "where lane .* is at __(shfl_xor|ballot)_sync",
@@ -68,7 +72,10 @@ ERRORS = {
     "memory_that_is_none": "which is no memory",
 }
 #: What gives wrong results in some order.
-RACES = ("reverse_block", "reverse_warp", "sums_through_one_place", "exchange_in_cluster", "wait_for_a_group")
+RACES = (
+    *("reverse_block", "reverse_warp", "sums_through_one_place"),
+    *("exchange_in_cluster", "shared_of_cluster_at_once", "wait_for_a_group"),
+)
 
 
 @pytest.mark.parametrize("symbol", [*ERRORS, *RACES, "bulk_copy_without_wait"])

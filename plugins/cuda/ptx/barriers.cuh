@@ -1,5 +1,5 @@
-// Barriers of some of a block's threads, and of the blocks of a cluster. Those of threads are not the aligned form, bar.sync, to which all
-// come at one place: here warps have roles, and come from as many places.
+// Barriers of some of a block's threads. Not the aligned form, bar.sync, to which all come at one place: here warps have roles, and
+// come from as many places.
 #pragma once
 #include "integers.cuh"
 
@@ -10,15 +10,4 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 // Comes there without waiting.
 __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Waits for the cluster's blocks, and for what they have stored.
-__device__ __forceinline__ void wait_cluster() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-// The same where all lanes of a warp are known to come together.
-__device__ __forceinline__ void wait_cluster_aligned() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

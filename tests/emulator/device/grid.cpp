@@ -21,6 +21,7 @@ namespace {
 constexpr size_t PAGE = 4096, MOST_DYNAMIC = 256 * 1024;
 
 std::vector<Fiber*> fibers;  // made once, and used again by every block
+std::vector<Block>* cluster;  // whose blocks run
 sigjmp_buf launcher;
 
 size_t static_shared() { return size_t(launch->shared_end - launch->shared); }
@@ -94,6 +95,7 @@ const char* name_of(const char* path) {
 void run_cluster(Dim3 first) {
     const int count = launch->cluster_blocks;
     std::vector<Block> blocks(count);
+    cluster = &blocks;
     for (int i = 0; i < count; ++i) begin(blocks[i], {first.x + i, first.y, first.z}, i * launch->block_threads);
     while (true) {
         for (u32 left = (1u << count) - 1; left;) {
@@ -172,6 +174,17 @@ void check_shared(const void* at, u32 bytes, Place place) {
     const bool inside = (first >= launch->shared && last <= launch->shared_end) ||
                         (first >= dynamic && last <= dynamic + launch->dynamic_shared);
     if (!inside) fail(place, "%p is not in shared memory", at);
+}
+
+const void* shared_of_block(const void* own, u32 bytes, u32 number, Place place) {
+    check_shared(own, bytes, place);
+    if (number >= cluster->size()) fail(place, "the cluster has no block %u", number);
+    const Block& other = (*cluster)[number];
+    if (&other == block) return own;
+    if (!other.alive) fail(place, "block %u of the cluster, whose shared memory is read, has ended", number);
+    const char* at = static_cast<const char*>(own);
+    const bool is_static = at >= launch->shared && at < launch->shared_end;
+    return other.shared.data() + (is_static ? size_t(at - launch->shared) : static_shared() + size_t(at - dynamic_memory()));
 }
 
 // ---- errors ----------------------------------------------------------------------------------------------------------

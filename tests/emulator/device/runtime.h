@@ -40,6 +40,8 @@ void collective(const char* name, Collective apply, u32 mask, void* operands, Pl
 int sync_block(int barrier, int threads, bool vote, Place place);
 void arrive_block(int barrier, int threads, Place place);
 void sync_cluster(Place place);
+// Where block number `number` of the cluster has what this one has at `own`.
+const void* shared_of_block(const void* own, u32 bytes, u32 number, Place place);
 
 void* dynamic_shared();
 

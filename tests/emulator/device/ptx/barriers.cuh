@@ -4,5 +4,3 @@
 
 inline void sync_threads(int barrier, int threads, PLACE) { emulator::sync_block(barrier, threads, false, place); }
 inline void arrive_threads(int barrier, int threads, PLACE) { emulator::arrive_block(barrier, threads, place); }
-inline void wait_cluster(PLACE) { emulator::sync_cluster(place); }
-inline void wait_cluster_aligned(PLACE) { emulator::sync_cluster(place); }
