@@ -5,8 +5,6 @@
 // Eight columns of a state row; the lanes of a block of columns are neighbours.
 constexpr int PIECE = 8, PIECE_LANES = COPY_BLOCK / PIECE;
 
-// ---- the scale of a head ---------------------------------------------------------------------------------------------
-
 // The largest magnitude of a head from those that the block's threads have met. Magnitudes compare as their bits do, and what
 // is not finite is above the rest.
 __device__ __forceinline__ float head_magnitude(float mine, u32* shared) {
@@ -18,31 +16,8 @@ __device__ __forceinline__ float head_magnitude(float mine, u32* shared) {
     return __uint_as_float(*shared);
 }
 
-// ---- codes -----------------------------------------------------------------------------------------------------------
-
-#if READ_BITS == 4 && !HAS_E2M1
-// copy_codes with fewer instructions. Codes grow by one for 0.5 up to 2, for 1 up to 4 and for 2 up to 6: the least of three lines,
-// rounded to the nearest integer, to the even one between two, by a sum whose last bit counts ones.
-__device__ __forceinline__ u32 four_codes(const float* x, float factor) {
-    constexpr float ONES = 12582912.0f;
-    constexpr u32 BITS = 0x4b400000u;  // of ONES, which the codes are added to
-    u32 word = 0, signs = 0;
-#pragma unroll
-    for (int i = 3; i >= 0; --i) {
-        const float y = __fmul_rn(fabsf(x[i]), factor);
-        const float low = fminf(__fmaf_rn(y, 2.0f, ONES), __fadd_rn(y, ONES + 2.0f));
-        const float high = fminf(__fmaf_rn(y, 0.5f, ONES + 4.0f), ONES + 7.0f);
-        word = (word << 4) + __float_as_uint(fminf(low, high));
-        signs = __funnelshift_l(__float_as_uint(x[i]), signs, 4);
-    }
-    word = (word - (BITS + (BITS << 4) + (BITS << 8))) | (signs & 0x8888u);
-    return factor == 0.0f ? 0 : word;
-}
-#else
-__device__ __forceinline__ u32 four_codes(const float* x, float factor) { return copy_codes(x, factor); }
-#endif
-
 struct Piece {
+    static constexpr int WORDS = PIECE * READ_BITS / 32;  // of codes
     float x[PIECE];
 
     __device__ __forceinline__ void load(const STATE* from) {
@@ -55,25 +30,25 @@ struct Piece {
         }
     }
     // All lanes of the warp come here; `at` is the piece's place in the slice, if it exists.
-    __device__ __forceinline__ void store(const ReadCopy& copy, int at, bool exists, float head_scale) const {
-        float amax = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PIECE; ++i) amax = larger_magnitude(amax, x[i]);
+    __device__ __forceinline__ void store(const ReadCopy& copy, int at, bool exists, const HeadScale& head) {
+        float amax = largest_magnitude(x);
 #pragma unroll
         for (int offset = 1; offset < PIECE_LANES; offset *= 2) amax = larger_magnitude(amax, __shfl_xor_sync(~0u, amax, offset));
-        const u32 scale = block_scale(amax, head_scale);
-        const float factor = block_factor(scale, head_scale);
-        const u32 first = four_codes(x, factor), second = four_codes(x + 4, factor);
+        BlockScale scale(amax, head);
+        if (!scale.settled) scale.settle(x, amax, head);
+        u32 words[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] = code_word(x + i * WORD_CODES, scale.factor);
         if (!exists) return;
-        if (at % PIECE_LANES == 0) copy.scales[at / PIECE_LANES] = u8(scale);
+        if (at % PIECE_LANES == 0) copy.scales[at / PIECE_LANES] = u8(scale.stored);
         u8* codes = copy.codes + at * (PIECE * READ_BITS / 8);
         if constexpr (ALIGNED && READ_BITS == 4) {
-            *reinterpret_cast<u32*>(codes) = first | second << 16;
+            *reinterpret_cast<u32*>(codes) = words[0];
         } else if constexpr (ALIGNED) {
-            *reinterpret_cast<uint2*>(codes) = {first, second};
+            *reinterpret_cast<uint2*>(codes) = {words[0], words[1]};
         } else {
 #pragma unroll
-            for (int i = 0; i < READ_BITS / 2; ++i) codes[i] = u8(first >> 8 * i), codes[READ_BITS / 2 + i] = u8(second >> 8 * i);
+            for (int i = 0; i < 4 * WORDS; ++i) codes[i] = u8(words[i / 4] >> i % 4 * 8);
         }
     }
 };
@@ -83,11 +58,11 @@ struct Piece {
 __device__ __forceinline__ void renew_copy(const Work& w, float largest, u32* shared) {
     __syncthreads();
     const ReadCopy copy = w.copy();
-    float head_scale = 0.0f;
+    HeadScale head;
     static_assert(READ_BITS != 4 || SPLIT == 1, "a block needs all rows of a head for its scale");
     if constexpr (READ_BITS == 4) {
-        head_scale = nvfp4_head_scale(head_magnitude(largest, shared));
-        if (threadIdx.x == 0 && w.leads_head()) *copy.head_scale = head_scale;
+        head = HeadScale(head_magnitude(largest, shared));
+        if (threadIdx.x == 0 && w.leads_head()) *copy.head_scale = head.value;
     }
     constexpr int TOGETHER = 4;  // pieces of a thread that are requested at once
     const int pieces = w.value_rows() * (KEY_DIM / PIECE);
@@ -103,7 +78,7 @@ __device__ __forceinline__ void renew_copy(const Work& w, float largest, u32* sh
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n) {
             const int at = first + n * THREADS + int(threadIdx.x);
-            piece[n].store(copy, at, at < pieces, head_scale);
+            piece[n].store(copy, at, at < pieces, head);
         }
     }
     __syncthreads();

@@ -6,7 +6,7 @@
 // waits in shared memory from chunk to chunk, and chunks are prepared anew for every tile.
 //
 // An fp8 copy is quantised from the rows while they are there. An nvfp4 copy waits for the whole head, of which the last rows are
-// there then; of the others, lanes read again what they have stored themselves.
+// there then; the others come back from the L2 cache.
 #pragma once
 #include "delta_chunk.cuh"
 #include "delta_tile_copy.cuh"
@@ -19,7 +19,7 @@ struct FoldShared {
 // Elements of 16 bytes, and lanes that take a row.
 constexpr int STATE_UNIT = 16 / int(sizeof(STATE)), STATE_LANES = KEY_DIM / STATE_UNIT;
 // A 16-bit state must not be rounded between chunks.
-constexpr bool STREAMS = COPIED && TOKENS > 0 && CHUNKED && KEY_DIM % COPY_COLUMNS == 0 && 32 % STATE_LANES == 0 &&
+constexpr bool STREAMS = COPIED && TOKENS > 0 && CHUNKED && KEY_DIM % 64 == 0 && 32 % STATE_LANES == 0 &&
                          sizeof(FoldShared) <= SHARED_LIMIT && (ONE_CHUNK || sizeof(STATE) == 4);
 
 struct Fold {
@@ -33,14 +33,19 @@ struct Fold {
     // The warp's rows of the tile of a head that begins at `first`, behind whatever the warp has done with those before.
     __device__ void request(const Work& w, int first) const {
         __syncwarp();
-        const int row = lane() / STATE_LANES, column = lane() % STATE_LANES * STATE_UNIT;
-        const STATE* from = opaque(w.t.state + w.state_at(first + 16 * warp() + row) + column);
+        request_rows<16>(w.t.state + w.state_at(first + 16 * warp()), 0);
+    }
+    // ROWS of them, from row `first` of those at `rows` on.
+    template <int ROWS>
+    __device__ void request_rows(const STATE* rows, int first) const {
+        const int row = first + lane() / STATE_LANES, column = lane() % STATE_LANES * STATE_UNIT;
+        const STATE* from = opaque(rows + row * KEY_DIM + column);
 #pragma unroll
-        for (int r = 0; r < 16; r += 32 / STATE_LANES) copy_16_bytes(&shared.rows[warp()][row + r][column], from + r * KEY_DIM);
+        for (int r = 0; r < ROWS; r += 32 / STATE_LANES) copy_16_bytes(&shared.rows[warp()][row + r][column], from + r * KEY_DIM);
     }
 
     // The scale of the head's copy, from the largest magnitudes that threads have met; for all threads of the block.
-    __device__ float head_scale(const Work& w, float largest) const {
+    __device__ HeadScale head_scale(const Work& w, float largest) const {
         float* of_warps = shared.largest[w.n % 2];
         const u32 of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
         if (lane() == 0) of_warps[warp()] = __uint_as_float(of_warp);
@@ -48,43 +53,49 @@ struct Fold {
         float amax = of_warps[0];
 #pragma unroll
         for (int i = 1; i < WARPS; ++i) amax = larger_magnitude(amax, of_warps[i]);
-        const float scale = nvfp4_head_scale(to_float(from_float<STATE>(amax)));
-        if (threadIdx.x == 0) *w.copy().head_scale = scale;
+        const HeadScale scale(to_float(from_float<STATE>(amax)));
+        if (threadIdx.x == 0) *w.copy().head_scale = scale.value;
         return scale;
     }
 
-    // The copy of a tile whose rows lie at `from`, `pitch` elements apart.
-    __device__ void copy_rows(const Tile& tile, float scale, const STATE* from, int pitch) const {
-        const TileCopy copy{tile.w.copy(), scale, tile.row(), tile.t()};
+    __device__ TileCopy copy_of(const Tile& tile, const HeadScale& scale) const {
+        return {tile.w.copy(), scale, tile.first + 16 * warp(), lane()};
+    }
+    // The copy of a tile, of fp8.
+    __device__ void copy_tile(const Tile& tile) const {
+        __syncwarp();
+        const TileCopy copy = copy_of(tile, HeadScale());
 #pragma unroll 1
-        for (int pair = 0; pair < PAIRS; pair += COPY_PAIRS) {
-            float x[COPY_PAIRS][2][4];
-#pragma unroll
-            for (int n = 0; n < 2 * COPY_PAIRS; ++n) load_vector<4>(from + n % 2 * 8 * pitch + (pair + n / 2) * 16, x[n / 2][n % 2]);
-            copy.store(x, pair);
-        }
+        for (int pass = 0; pass < TileCopy::PASSES; ++pass) copy.store(shared.rows[warp()], pass);
     }
-    __device__ void copy_shared(const Tile& tile, float scale) const { copy_rows(tile, scale, tile.own_staged(), STAGED_PITCH); }
-    __device__ void copy_stored(const Tile& tile, float scale) const {
-        copy_rows(tile, scale, tile.w.t.state_out + tile.w.state_at(tile.row()) + 4 * tile.t(), KEY_DIM);
-    }
-
-    // The warp's rows of a head that is folded, from the last tile to the first.
+    // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. The rows of
+    // the next tile are requested as room becomes free, and in the end those of the next head.
     __device__ void copy_head(Tile& tile) const {
-        const float scale = head_scale(tile.w, tile.largest);
+        const HeadScale scale = head_scale(tile.w, tile.largest);
         tile.thread = opaque(int(threadIdx.x));
-        bool last = true;
 #pragma unroll 1
         for (tile.first -= TILE_VALUES; tile.first >= 0; tile.first -= TILE_VALUES) {
             if (!tile.active()) continue;
-            if (last) {
-                copy_shared(tile, scale);
-                request_next_head(tile.w.n + 1);
-            } else {
-                copy_stored(tile, scale);
+            const TileCopy copy = copy_of(tile, scale);
+            const STATE* next = next_rows(tile);
+#pragma unroll 1
+            for (int pass = 0; pass < TileCopy::PASSES; ++pass) {
+                wait_for_copies<TileCopy::PASSES - 1>();
+                __syncwarp();
+                copy.store(shared.rows[warp()], pass);
+                __syncwarp();
+                if (next) request_rows<TileCopy::PASS_ROWS>(next, TileCopy::PASS_ROWS * pass);
+                end_copies();
             }
-            last = false;
         }
+    }
+    // What the warp's rows in shared memory give way to, if there is something.
+    __device__ const STATE* next_rows(const Tile& tile) const {
+        if (tile.first > 0) return tile.w.t.state_out + tile.w.state_at(tile.first - TILE_VALUES + 16 * warp());
+        const int n = tile.w.n + 1;
+        if (n == HEADS_A_BLOCK || block.row.folded == 0) return nullptr;
+        const Work other = block.of_head(n);
+        return other.t.state + other.state_at(16 * warp());
     }
     __device__ void request_next_head(int n) const {
         if (n < HEADS_A_BLOCK && block.row.folded > 0) request(block.of_head(n), 0);
@@ -122,7 +133,7 @@ struct Fold {
                     if (ONE_CHUNK) break;
                 }
                 if (!tile.active()) continue;
-                if constexpr (READ_BITS == 8) copy_shared(tile, 0.0f);
+                if constexpr (READ_BITS == 8) copy_tile(tile);
                 if (tile.next_active()) {
                     if (stored) request(w, tile.first + TILE_VALUES);
                 } else if (READ_BITS == 8) {

@@ -1,91 +1,62 @@
-// The read copy of a tile of a state that a warp has at hand, in the layout of delta_chunk.cuh: lane 4 g + t has two rows and, of
-// every 16 columns, columns 4 t + 0 ... 3.
+// The read copy of a warp's 16 rows of a head, which lie in shared memory as they are stored.
+//
+// A lane takes two pieces of 16 columns of a row: two blocks of nvfp4, or halves of two blocks of fp8, whose other halves a neighbour has.
+// Eight neighbouring lanes have as many rows, which their pitch puts into different banks. Codes leave in accesses of 16 bytes that
+// fill sectors of memory.
 #pragma once
 #include "delta_copy.cuh"
 
-// Pairs of columns that are quantised at a time: their codes fill whole sectors of memory.
-constexpr int COPY_PAIRS = 4, COPY_COLUMNS = 16 * COPY_PAIRS;
-
 struct TileCopy {
-    static constexpr int COPY_BLOCKS = COPY_COLUMNS / COPY_BLOCK;  // of a row
-    static constexpr int BLOCK_PAIRS = COPY_BLOCK / 16;            // of a block
-    static constexpr int OWNED = COPY_BLOCKS / 2;                  // blocks of a lane, for which it works out scales: of row t / 2
+    static constexpr int COLUMNS = 16, PIECES = 2;                                                       // of a piece, and of a lane
+    static constexpr int ROW_LANES = KEY_DIM < COLUMNS * PIECES ? 1 : KEY_DIM / (COLUMNS * PIECES);      // lanes that a row takes
+    static constexpr int PASS_ROWS = ROW_LANES < 2 ? 16 : 32 / ROW_LANES, PASSES = 16 / PASS_ROWS;  // rows that a warp takes at once
+    static constexpr int WORDS = COLUMNS * READ_BITS / 32;                                               // of codes of a piece
     ReadCopy to;  // of the head's slice
-    float head_scale;
-    int row, t;  // the upper row of the lane
+    HeadScale head;
+    int first_row, lane;  // `first_row`: of the 16
 
-    __device__ __forceinline__ u8* at_row(u8* rows, int half, int bytes) const { return rows + (row + 8 * half) * bytes; }
+    __device__ __forceinline__ int lane_row() const { return lane % PASS_ROWS; }
+    // The lane's piece i of a row. nvfp4's two are neighbours, since their codes are half as wide.
+    __device__ __forceinline__ int piece(int i) const {
+        return READ_BITS == 4 ? lane / PASS_ROWS * PIECES + i : lane / PASS_ROWS + i * ROW_LANES;
+    }
 
-    // x: as it is stored. Of all lanes of a warp.
-    __device__ __forceinline__ void store(const float (&x)[COPY_PAIRS][2][4], int first_pair) const {
-        float factor[2][COPY_BLOCKS];
-        u32 scales = 0;
-        find_scales(x, factor, scales);
-        const int first_block = first_pair / BLOCK_PAIRS + t % 2 * OWNED;
-        u8* scale = at_row(to.scales, t / 2, KEY_DIM / COPY_BLOCK) + first_block;
-        if constexpr (OWNED == 2)
-            *reinterpret_cast<u16*>(scale) = u16(scales);
-        else
-            *scale = u8(scales);
-        if constexpr (READ_BITS == 8)
+    // Rows PASS_ROWS * pass ... of those at `rows`; for all lanes of a warp.
+    __device__ __forceinline__ void store(const STATE (*rows)[STAGED_PITCH], int pass) const {
+        const int row = pass * PASS_ROWS + lane_row();
+        float x[PIECES][COLUMNS];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 words[4];
+        for (int i = 0; i < PIECES; ++i)
 #pragma unroll
-                for (int p = 0; p < 4; ++p) words[p] = four_codes(x[p][half], factor[half][p / BLOCK_PAIRS]);
-                transpose_quad(words, t);
-                store_codes(half, 16 * (first_pair + t), words);
-            }
-        else {
-            u32 words[4];
+            for (int n = 0; n < COLUMNS; n += 4) load_vector<4>(&rows[row][piece(i) * COLUMNS + n], x[i] + n);
+        const float amax[PIECES] = {block_magnitude(x[0]), block_magnitude(x[1])};
+        BlockScale scales[PIECES] = {{amax[0], head}, {amax[1], head}};
+        if (!scales[0].settled || !scales[1].settled)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int half = i / 2, p = i % 2 * 2;
-                words[i] = four_codes(x[p][half], factor[half][p]) | four_codes(x[p + 1][half], factor[half][p + 1]) << 16;
-            }
-            transpose_quad(words, t);
-            const u32 parts[4] = {words[0], words[1], words[2], words[3]};
+            for (int i = 0; i < PIECES; ++i) scales[i].settle(x[i], amax[i], head);
+        u32 words[PIECES * WORDS];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = __byte_perm(parts[2 * i % 4], parts[2 * i % 4 + 1], i < 2 ? 0x5410 : 0x7632);
-            store_codes(t / 2, 16 * first_pair + 32 * (t % 2), words);
-        }
+        for (int i = 0; i < PIECES * WORDS; ++i) words[i] = code_word(x[i / WORDS] + i % WORDS * WORD_CODES, scales[i / WORDS].factor);
+        store_scales(first_row + row, scales[0].stored, scales[1].stored);
+        store_codes(first_row + row, words);
     }
 
 private:
-    __device__ __forceinline__ void store_codes(int half, int column, const u32 (&v)[4]) const {
-        *reinterpret_cast<uint4*>(at_row(to.codes, half, KEY_DIM * READ_BITS / 8) + column * READ_BITS / 8) = {v[0], v[1], v[2], v[3]};
+    __device__ __forceinline__ float block_magnitude(const float (&x)[COLUMNS]) const {
+        const float amax = largest_magnitude(x);
+        return READ_BITS == 4 ? amax : larger_magnitude(amax, __shfl_xor_sync(~0u, amax, PASS_ROWS));
     }
-
-    // The lanes of a quad divide the blocks among them, and tell each other what to multiply by.
-    __device__ __forceinline__ void find_scales(const float (&x)[COPY_PAIRS][2][4], float (&factor)[2][COPY_BLOCKS], u32& scales) const {
-        float amax[2 * COPY_BLOCKS] = {};
-#pragma unroll
-        for (int n = 0; n < 8 * COPY_PAIRS; ++n) {
-            float& of_block = amax[n / 4 % 2 * COPY_BLOCKS + n / 8 / BLOCK_PAIRS];
-            of_block = larger_magnitude(of_block, x[n / 8][n / 4 % 2][n % 4]);
-        }
-        exchange<2, COPY_BLOCKS>(amax);
-        exchange<1, OWNED>(amax);
-        float own[OWNED];
-#pragma unroll
-        for (int i = 0; i < OWNED; ++i) {
-            const u32 scale = block_scale(amax[i], head_scale);
-            own[i] = block_factor(scale, head_scale);
-            scales |= scale << 8 * i;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int i = 0; i < COPY_BLOCKS; ++i) factor[half][i] = __shfl_sync(~0u, own[i % OWNED], 2 * half + i / OWNED, 4);
+    __device__ __forceinline__ void store_scales(int row, u32 first, u32 second) const {
+        u8* of_row = to.scales + row * (KEY_DIM / COPY_BLOCK);
+        if constexpr (READ_BITS == 4)
+            *reinterpret_cast<u16*>(of_row + piece(0)) = u16(first | second << 8);
+        else if (piece(0) % 2 == 0)
+            of_row[piece(0) / 2] = u8(first), of_row[piece(1) / 2] = u8(second);
     }
-    // Keeps the lower or the upper COUNT of twice as many maxima.
-    template <int DISTANCE, int COUNT>
-    __device__ __forceinline__ void exchange(float* amax) const {
-        const bool upper = t & DISTANCE;
+    __device__ __forceinline__ void store_codes(int row, const u32 (&words)[PIECES * WORDS]) const {
+        u32* of_row = reinterpret_cast<u32*>(to.codes + row * (KEY_DIM * READ_BITS / 8));
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float kept = upper ? amax[i + COUNT] : amax[i], given = upper ? amax[i] : amax[i + COUNT];
-            amax[i] = larger_magnitude(kept, __shfl_xor_sync(~0u, given, DISTANCE));
-        }
+        for (int i = 0; i < PIECES * WORDS; i += 4)
+            *reinterpret_cast<uint4*>(of_row + piece(i / WORDS) * WORDS) = {words[i], words[i + 1], words[i + 2], words[i + 3]};
     }
 };

@@ -53,21 +53,27 @@ struct CopyStore {
     u32 scales[N];
 
     // Block i.
-    __device__ __forceinline__ void set(int i, const CopyColumns& c, float head_scale, int t) {
+    __device__ __forceinline__ void set(int i, CopyColumns c, const HeadScale& head, int t) {
         if constexpr (READ_BITS == 8) {
-            scales[i] = fp8_scale(quad_magnitude<4>(larger_magnitude(c.amax[0], c.amax[1])));
-            const float factor = fp8_factor(scales[i]);
-            first[i] = copy_codes(c.x, factor), second[i] = copy_codes(c.x + 4, factor);
+            const BlockScale scale(quad_magnitude<4>(larger_magnitude(c.amax[0], c.amax[1])), head);
+            scales[i] = scale.stored;
+            first[i] = fp8_codes(c.x, scale.factor), second[i] = fp8_codes(c.x + 4, scale.factor);
         } else if constexpr (WIDE) {
             // Even lanes work out the scale of the lower half, odd ones that of the upper, for all four.
             const float low = quad_magnitude<4>(c.amax[0]), high = quad_magnitude<4>(c.amax[1]);
-            scales[i] = nvfp4_scale(t % 2 ? high : low, head_scale);
-            const float factor = nvfp4_factor(scales[i], head_scale);
-            first[i] = copy_codes(c.x, __shfl_sync(~0u, factor, 0, 4)) | copy_codes(c.x + 4, __shfl_sync(~0u, factor, 1, 4)) << 16;
+            const float amax = t % 2 ? high : low;
+            BlockScale scale(amax, head);
+            if (!scale.settled) scale.define(amax, head.value);
+            scales[i] = scale.stored;
+            float lower = __shfl_sync(~0u, scale.factor, 0, 4), upper = __shfl_sync(~0u, scale.factor, 1, 4);
+            if (has_to_limit(lower) || has_to_limit(upper)) limit_values<4>(c.x, lower), limit_values<4>(c.x + 4, upper);
+            first[i] = nvfp4_codes(c.x, lower, upper);
         } else {
-            scales[i] = nvfp4_scale(quad_magnitude<2>(larger_magnitude(c.amax[0], c.amax[1])), head_scale);
-            const float factor = nvfp4_factor(scales[i], head_scale);
-            first[i] = copy_codes(c.x, factor) | copy_codes(c.x + 4, factor) << 16;
+            const float amax = quad_magnitude<2>(larger_magnitude(c.amax[0], c.amax[1]));
+            BlockScale scale(amax, head);
+            if (!scale.settled) scale.settle(c.x, amax, head);
+            scales[i] = scale.stored;
+            first[i] = nvfp4_codes(c.x, scale.factor, scale.factor);
         }
     }
     // Row `row` of the head's copy, from block `block` on.

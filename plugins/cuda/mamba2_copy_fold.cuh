@@ -38,17 +38,17 @@ __device__ __forceinline__ void fold_heads(const Row& row, const BlockWeights& b
             tile[k][0].keep(), tile[k][1].keep();
             fold_block(tile[k], tile[k], updates, b, k, lane, state, k, random, element);
         }
-        float head_scale = 0.0f;
+        HeadScale head;
         if constexpr (READ_BITS == 4) {
             float amax = tile_magnitude<STATE>(tile);
             if (lane == 0) magnitudes.v[h % 2][warp] = amax;
             __syncthreads();
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) amax = larger_magnitude(amax, magnitudes.v[h % 2][w]);
-            head_scale = nvfp4_head_scale(amax);
+            head = HeadScale(amax);
         }
         const ReadCopy written = copy.of_head(heads.first + h, HEAD_DIM, STATE_SIZE);
-        if (READ_BITS == 4 && threadIdx.x == 0) *written.head_scale = head_scale;
+        if (READ_BITS == 4 && threadIdx.x == 0) *written.head_scale = head.value;
         state += HEAD_SIZE;
 #pragma unroll
         for (int k = 0; k < BLOCKS; k += COPY_STORE_BLOCKS) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void fold_heads(const Row& row, const BlockWeights& b
                 CopyStore<STATE> codes;
 #pragma unroll
                 for (int i = 0; i < COPY_STORE_BLOCKS; ++i) {
-                    codes.set(i, CopyColumns(tile[k + i][r]), head_scale, t);
+                    codes.set(i, CopyColumns(tile[k + i][r]), head, t);
                     if (h + 1 < heads.count) load(k + i, r);
                 }
                 codes.store(written, own_row + 8 * r, k, t);

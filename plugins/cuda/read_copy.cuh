@@ -2,9 +2,8 @@
 //
 // Macro: READ_BITS (bits of a code: 8 for fp8, 4 for nvfp4, 0 without a copy).
 #pragma once
-#include "ptx/arithmetic.cuh"
+#include "copy_codes.cuh"
 #include "ptx/cluster.cuh"
-#include "types.cuh"
 
 // What kernels of layers with a copy take besides: behind the other inputs, strides and outputs. An output's address is also
 // the input's.
@@ -28,18 +27,6 @@
     ReadCopy {}
 #endif
 
-#if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
-// Conversions from and to E2M1 are instructions of the variants of compute capability 10 that are specific to an architecture.
-#define HAS_E2M1 1
-#else
-#define HAS_E2M1 0
-#endif
-
-// Columns that share a scale.
-constexpr int COPY_BLOCK = READ_BITS == 4 ? 16 : 32;
-// Magnitudes: the largest of E4M3 and of E2M1, and their product.
-constexpr float E4M3_MAX = 448.0f, E2M1_MAX = 6.0f, HEAD_MAX = 2688.0f;
-
 // Where a copy lies, of a slot or of a head. `head_scale` is nvfp4's.
 struct ReadCopy {
     u8* codes;
@@ -53,96 +40,10 @@ struct ReadCopy {
     }
 };
 
-// The larger magnitude; what is not a number wins.
-__device__ __forceinline__ float larger_magnitude(float a, float b) {
-    return max_or_nan(fabsf(a), fabsf(b));
-}
-
 __device__ __forceinline__ float warp_magnitude(float x) {
 #pragma unroll
     for (int offset = 16; offset; offset >>= 1) x = larger_magnitude(x, __shfl_xor_sync(~0u, x, offset));
     return x;
-}
-
-// ---- E4M3 ------------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 to_e4m3(float x) { return to_e4m3_pair(x, 0.0f) & 0xffu; }
-__device__ __forceinline__ float from_e4m3(u32 code) { return half_to_float<fp16>(from_e4m3_pair(u16(code)), false); }
-
-// ---- E2M1 ------------------------------------------------------------------------------------------------------------
-
-// Code of a float, 6 at most in magnitude. Added to a power of two (and to twice or thrice its last place, where that makes
-// codes consecutive), a magnitude is rounded to the spacing of E2M1 around it, and the sum's last bits are the code.
-__device__ __forceinline__ u32 to_e2m1(float x) {
-    const float magnitude = fminf(fabsf(x), E2M1_MAX);
-    const float shift = magnitude < 2.0f ? 4194304.0f : magnitude < 4.0f ? 8388610.0f : 16777224.0f;
-    return (__float_as_uint(__fadd_rn(magnitude, shift)) & 7u) | (__float_as_uint(x) >> 28 & 8u);
-}
-
-// Codes of two floats, that of `low` in the lower four bits.
-__device__ __forceinline__ u32 to_e2m1_pair(float low, float high) {
-#if HAS_E2M1
-    return f32_to_e2m1_pair(low, high);
-#else
-    return to_e2m1(low) | to_e2m1(high) << 4;
-#endif
-}
-
-// The value of a code's four bits: they are exponent and fraction of a float of which 2^-126 is one.
-__device__ __forceinline__ float from_e2m1(u32 code) {
-    const float magnitude = __uint_as_float((code & 7u) << 22) * 8.507059173023462e37f;
-    return code & 8u ? -magnitude : magnitude;
-}
-
-// ---- scales ----------------------------------------------------------------------------------------------------------
-
-// fp8: the stored scale of a block whose largest magnitude is `amax`: 127 + the least e with amax <= 448 * 2^e.
-__device__ __forceinline__ u32 fp8_scale(float amax) {
-    const u32 bits = __float_as_uint(amax);
-    // A fraction above 1.75, that of 448, carries into the exponent.
-    return bits >= 0x7f800000u ? 254u : u32(max(int((bits + 0x1fffffu) >> 23) - 8, 1));
-}
-// What values are multiplied with to become codes: the inverse of the scale; no number for a block that is not finite.
-__device__ __forceinline__ float fp8_factor(u32 scale) {
-    return __uint_as_float(scale == 254u ? 0x7fc00000u : (254u - scale) << 23);
-}
-__device__ __forceinline__ float fp8_scale_value(u32 scale) { return __uint_as_float(scale << 23); }
-
-__device__ __forceinline__ float nvfp4_head_scale(float amax) { return __fdiv_rn(amax, HEAD_MAX); }
-// The stored scale of a block.
-__device__ __forceinline__ u32 nvfp4_scale(float amax, float head_scale) {
-    if (head_scale == 0.0f) return 0;
-    return to_e4m3(fminf(__fdiv_rn(__fdiv_rn(amax, E2M1_MAX), head_scale), E4M3_MAX));
-}
-// What values are multiplied with to become codes, or 0 where all codes are zero.
-__device__ __forceinline__ float nvfp4_factor(u32 scale, float head_scale) {
-    const float whole = __fmul_rn(from_e4m3(scale), head_scale);
-    return whole == 0.0f ? 0.0f : __fdiv_rn(1.0f, whole);
-}
-
-// Of either format; fp8 has no scale of a head.
-__device__ __forceinline__ u32 block_scale(float amax, float head_scale) {
-    return READ_BITS == 8 ? fp8_scale(amax) : nvfp4_scale(amax, head_scale);
-}
-__device__ __forceinline__ float block_factor(u32 scale, float head_scale) {
-    return READ_BITS == 8 ? fp8_factor(scale) : nvfp4_factor(scale, head_scale);
-}
-
-// The codes of four columns, nvfp4's in the lower 16 bits. `factor` is that of their block.
-__device__ __forceinline__ u32 copy_codes(const float* x, float factor) {
-    float scaled[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scaled[i] = __fmul_rn(x[i], factor);
-    if constexpr (READ_BITS == 8) return to_e4m3_pair(scaled[0], scaled[1]) | to_e4m3_pair(scaled[2], scaled[3]) << 16;
-    // A block of codes that are zero has no signs.
-    return factor == 0.0f ? 0 : to_e2m1_pair(scaled[0], scaled[1]) | to_e2m1_pair(scaled[2], scaled[3]) << 8;
-}
-
-__device__ __forceinline__ void store_codes(u8* to, u32 four) {
-    if constexpr (READ_BITS == 8)
-        *reinterpret_cast<u32*>(to) = four;
-    else
-        *reinterpret_cast<u16*>(to) = u16(four);
 }
 
 // Lane t of each quad has item i in v[i]; afterwards it has item t of lane i there.
@@ -159,6 +60,12 @@ __device__ __forceinline__ void transpose_quad(u32 (&v)[4], int t) {
 }
 
 // ---- whole heads -----------------------------------------------------------------------------------------------------
+
+// The value of a code's four bits: they are exponent and fraction of a float of which 2^-126 is one.
+__device__ __forceinline__ float from_e2m1(u32 code) {
+    const float magnitude = __uint_as_float((code & 7u) << 22) * 8.507059173023462e37f;
+    return code & 8u ? -magnitude : magnitude;
+}
 
 // Value of a copy's element; `copy` is that of a head [.., HEAD_COLUMNS].
 template <int HEAD_COLUMNS>
@@ -206,26 +113,25 @@ template <int OWN_ROWS, int HEAD_COLUMNS, int THREADS, int HEAD_BLOCKS = 1, type
 __device__ __forceinline__ void write_copy(const T* state, const ReadCopy& copy) {
     constexpr int COPY_BLOCKS = OWN_ROWS * HEAD_COLUMNS / COPY_BLOCK;
     __syncthreads();
-    float head_scale = 0.0f;
+    HeadScale head;
     if constexpr (READ_BITS == 4) {
         float amax = block_magnitude<OWN_ROWS * HEAD_COLUMNS, THREADS>(state);
         if constexpr (HEAD_BLOCKS > 1) amax = cluster_magnitude<HEAD_BLOCKS>(amax);
-        head_scale = nvfp4_head_scale(amax);
-        if (threadIdx.x == 0 && blockIdx.x % HEAD_BLOCKS == 0) *copy.head_scale = head_scale;
+        head = HeadScale(amax);
+        if (threadIdx.x == 0 && blockIdx.x % HEAD_BLOCKS == 0) *copy.head_scale = head.value;
     }
     for (int block = threadIdx.x; block < COPY_BLOCKS; block += THREADS) {
-        float x[COPY_BLOCK], amax = 0.0f;
+        float x[COPY_BLOCK];
 #pragma unroll
-        for (int i = 0; i < COPY_BLOCK; ++i) {
-            x[i] = to_float(state[block * COPY_BLOCK + i]);
-            amax = larger_magnitude(amax, x[i]);
-        }
-        const u32 scale = block_scale(amax, head_scale);
-        const float factor = block_factor(scale, head_scale);
-        copy.scales[block] = u8(scale);
-        u8* to = copy.codes + block * (COPY_BLOCK * READ_BITS / 8);
+        for (int i = 0; i < COPY_BLOCK; ++i) x[i] = to_float(state[block * COPY_BLOCK + i]);
+        const float amax = largest_magnitude(x);
+        BlockScale scale(amax, head);
+        if (!scale.settled) scale.settle(x, amax, head);
+        copy.scales[block] = u8(scale.stored);
+        constexpr int WORDS = COPY_BLOCK * READ_BITS / 32;
+        u32* to = reinterpret_cast<u32*>(copy.codes) + block * WORDS;
 #pragma unroll
-        for (int i = 0; i < COPY_BLOCK; i += 4) store_codes(to + i * READ_BITS / 8, copy_codes(x + i, factor));
+        for (int i = 0; i < WORDS; ++i) to[i] = code_word(x + i * WORD_CODES, scale.factor);
     }
     __syncthreads();
 }
