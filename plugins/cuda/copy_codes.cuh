@@ -12,8 +12,8 @@
 #define HAS_E2M1 0
 #endif
 
-// Columns that share a scale.
-constexpr int COPY_BLOCK = READ_BITS == 4 ? 16 : 32;
+// Columns that share a scale, and codes of a word.
+constexpr int COPY_BLOCK = READ_BITS == 4 ? 16 : 32, WORD_CODES = READ_BITS == 4 ? 8 : 4;
 // Magnitudes: the largest of E4M3 and of E2M1, and their product.
 constexpr float E4M3_MAX = 448.0f, E2M1_MAX = 6.0f, HEAD_MAX = 2688.0f;
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 to_e4m3(float x) { return to_e4m3_pair(x, 0.0f) &
 __device__ __forceinline__ float from_e4m3(u32 code) { return half_to_float<fp16>(from_e4m3_pair(u16(code)), false); }
 
 // 1 / x, rounded once, for x and 1 / x of ordinary size. The approximation is one unit in the last place off at most, so that its
-// successor is the right result or up to two units above it; from these all fractions of x come out right (tests/emulator).
+// successor is the right result or up to two units above it: from these every fraction of x comes out right (tests/emulator).
 __device__ __forceinline__ float refined_inverse(float x, float approximation) {
     const float above = __uint_as_float(__float_as_uint(approximation) + 1);
     const float error = __fmaf_rn(-x, above, 1.0f);
@@ -43,9 +43,9 @@ __device__ __forceinline__ float refined_inverse(float x, float approximation) {
     return __fmaf_rn(near, __fmaf_rn(-x, near, 1.0f), near);
 }
 
-// nvfp4: the scale of a head, and two factors that leave the quotients of its blocks' magnitudes between two products. Those
-// quotients have three roundings, and the products five and an approximation: less than 2^-20 altogether. Of heads of extraordinary
-// size the products tell nothing.
+// nvfp4: the scale of a head, and two factors: the quotient that a block's scale is rounded from lies between their products with
+// its largest magnitude. The quotient has two roundings, a product four and an approximation, which is less than 2^-20 altogether.
+// Factors of heads of extraordinary size leave everything open.
 struct HeadScale {
     float value = 0.0f, below = 0.0f, above = 0.0f;
 
@@ -65,9 +65,12 @@ __device__ __forceinline__ bool has_to_limit(float factor) { return int(__float_
 // multiples, 1. A block whose scale is zero has no signs.
 template <int N>
 __device__ __forceinline__ void limit_values(float* x, float& factor) {
+    const u32 sign = factor == 0.0f ? 0 : 0x80000000u;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-        x[i] = factor == 0.0f ? 0.0f : copysignf(fminf(fabsf(__fmul_rn(x[i], factor)), E2M1_MAX), x[i]);
+    for (int i = 0; i < N; ++i) {
+        const float magnitude = fminf(fabsf(__fmul_rn(x[i], factor)), E2M1_MAX);
+        x[i] = __uint_as_float(__float_as_uint(magnitude) | (__float_as_uint(x[i]) & sign));
+    }
     factor = 1.0f;
 }
 
@@ -83,8 +86,8 @@ struct BlockScale {
         else
             set_nvfp4(amax, head);
     }
-    // By nvfp4's definition, for the few blocks whose products leave their scale open or have a subnormal one. Such a scale may be zero, or
-    // too small for the largest values by half; others are too small by a 16th, which leaves them the largest code.
+    // By nvfp4's definition, for the few blocks whose products leave their scale open, or whose scale is subnormal: zero, or too
+    // small for the largest values by half. Others are too small by a 16th, with which the largest code is still the nearest.
     template <int N>
     __device__ __forceinline__ void settle(float (&x)[N], float amax, const HeadScale& head) {
         define(amax, head.value);
@@ -93,7 +96,7 @@ struct BlockScale {
     // The same without the values: they have to be limited.
     __device__ __forceinline__ void define(float amax, float head) {
         const float wanted = head == 0.0f ? 0.0f : __fdiv_rn(__fdiv_rn(amax, E2M1_MAX), head);
-        stored = to_e4m3(fminf(wanted, E4M3_MAX));
+        stored = to_e4m3(min_or_nan(wanted, E4M3_MAX));
         const float whole = __fmul_rn(from_e4m3(stored), head);
         factor = -(whole == 0.0f ? 0.0f : __fdiv_rn(1.0f, whole));
     }
@@ -128,11 +131,11 @@ __device__ __forceinline__ u32 fp8_codes(const float* x, float factor) {
     return to_e4m3_pair(scaled[0], scaled[1]) | to_e4m3_pair(scaled[2], scaled[3]) << 16;
 }
 
-// Codes of eight nvfp4 values, which have been limited; `first` is the factor of four of them, `second` of the others.
+// Codes of eight nvfp4 values, limited where they have to be; `first` is the factor of four of them, `second` of the others.
 //
-// Codes grow by one for 0.5 up to 2, for 1 up to 4 and for 2 above. The sum of a magnitude and 2^23 - 2 is rounded to multiples of 0.5
-// below 2^23, of 1 above, to the even one between two: its bits count up to 2 and up to 4. The product counts above 4; the lesser of the
-// two is right everywhere.
+// Codes grow by one for 0.5 up to 2, for 1 up to 4 and for 2 above. A sum of a magnitude and 2^23 - 2 is rounded, to the even one of
+// two, to multiples of 0.5 below 2^23 and of 1 above: its bits count as codes do up to 4. Those of 2^23 and half the magnitude do
+// from 4 on. The lesser of both is right everywhere.
 __device__ __forceinline__ u32 nvfp4_codes(const float* x, float first, float second) {
 #if HAS_E2M1
     u32 word = 0;
@@ -143,9 +146,8 @@ __device__ __forceinline__ u32 nvfp4_codes(const float* x, float first, float se
     }
     return word;
 #else
-    constexpr float FOUR = 8388608.0f;               // 2^23, the sum that code 4 has
-    constexpr u32 ZERO = 0x4b000000u - 4;            // bits of the sum that code 0 has
-    constexpr u32 ZEROS = ZERO * 0x11111111u;        // of eight of them
+    constexpr float FOUR = 8388608.0f;                      // the sum that is code 4
+    constexpr u32 ZEROS = (0x4b000000u - 4) * 0x11111111u;  // eight times the bits of the sum that is code 0
     u32 word = 0, signs = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
@@ -158,7 +160,6 @@ __device__ __forceinline__ u32 nvfp4_codes(const float* x, float first, float se
 }
 
 // A word of codes of one block.
-constexpr int WORD_CODES = READ_BITS == 4 ? 8 : 4;
 __device__ __forceinline__ u32 code_word(const float* x, float factor) {
     return READ_BITS == 4 ? nvfp4_codes(x, factor, factor) : fp8_codes(x, factor);
 }

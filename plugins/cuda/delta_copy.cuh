@@ -17,7 +17,7 @@ __device__ __forceinline__ float head_magnitude(float mine, u32* shared) {
 }
 
 struct Piece {
-    static constexpr int WORDS = PIECE * READ_BITS / 32;  // of codes
+    static constexpr int WORDS = PIECE / WORD_CODES;
     float x[PIECE];
 
     __device__ __forceinline__ void load(const STATE* from) {

@@ -68,8 +68,8 @@ struct Fold {
 #pragma unroll 1
         for (int pass = 0; pass < TileCopy::PASSES; ++pass) copy.store(shared.rows[warp()], pass);
     }
-    // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. The rows of
-    // the next tile are requested as room becomes free, and in the end those of the next head.
+    // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. Rows of
+    // the next tile, and in the end of the next head, are requested as room becomes free.
     __device__ void copy_head(Tile& tile) const {
         const HeadScale scale = head_scale(tile.w, tile.largest);
         tile.thread = opaque(int(threadIdx.x));

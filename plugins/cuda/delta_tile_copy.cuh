@@ -1,19 +1,19 @@
 // The read copy of a warp's 16 rows of a head, which lie in shared memory as they are stored.
 //
-// A lane takes two pieces of 16 columns of a row: two blocks of nvfp4, or halves of two blocks of fp8, whose other halves a neighbour has.
-// Eight neighbouring lanes have as many rows, which their pitch puts into different banks. Codes leave in accesses of 16 bytes that
-// fill sectors of memory.
+// A lane takes two pieces of 16 columns of a row: two blocks of nvfp4, or halves of two blocks of fp8, whose other halves another
+// lane has. Eight neighbouring lanes have as many rows, which the pitch puts into different banks. Codes leave in accesses of 16
+// bytes that fill sectors of memory.
 #pragma once
 #include "delta_copy.cuh"
 
 struct TileCopy {
-    static constexpr int COLUMNS = 16, PIECES = 2;                                                       // of a piece, and of a lane
-    static constexpr int ROW_LANES = KEY_DIM < COLUMNS * PIECES ? 1 : KEY_DIM / (COLUMNS * PIECES);      // lanes that a row takes
-    static constexpr int PASS_ROWS = ROW_LANES < 2 ? 16 : 32 / ROW_LANES, PASSES = 16 / PASS_ROWS;  // rows that a warp takes at once
-    static constexpr int WORDS = COLUMNS * READ_BITS / 32;                                               // of codes of a piece
+    static constexpr int COLUMNS = 16, PIECES = 2;                     // of a piece, and of a lane
+    static constexpr int WORDS = COLUMNS / WORD_CODES;                  // of a piece
+    static constexpr int ROW_LANES = KEY_DIM >= 64 ? KEY_DIM / 32 : 2;  // that a row takes; Fold takes no narrower ones
+    static constexpr int PASS_ROWS = 32 / ROW_LANES, PASSES = 16 / PASS_ROWS;
     ReadCopy to;  // of the head's slice
     HeadScale head;
-    int first_row, lane;  // `first_row`: of the 16
+    int first_row, lane;  // `first_row`: of the slice, that the first of the 16 is
 
     __device__ __forceinline__ int lane_row() const { return lane % PASS_ROWS; }
     // The lane's piece i of a row. nvfp4's two are neighbours, since their codes are half as wide.
@@ -36,7 +36,8 @@ struct TileCopy {
             for (int i = 0; i < PIECES; ++i) scales[i].settle(x[i], amax[i], head);
         u32 words[PIECES * WORDS];
 #pragma unroll
-        for (int i = 0; i < PIECES * WORDS; ++i) words[i] = code_word(x[i / WORDS] + i % WORDS * WORD_CODES, scales[i / WORDS].factor);
+        for (int i = 0; i < PIECES * WORDS; ++i)
+            words[i] = code_word(x[i / WORDS] + i % WORDS * WORD_CODES, scales[i / WORDS].factor);
         store_scales(first_row + row, scales[0].stored, scales[1].stored);
         store_codes(first_row + row, words);
     }

@@ -128,7 +128,7 @@ __device__ __forceinline__ void write_copy(const T* state, const ReadCopy& copy)
         BlockScale scale(amax, head);
         if (!scale.settled) scale.settle(x, amax, head);
         copy.scales[block] = u8(scale.stored);
-        constexpr int WORDS = COPY_BLOCK * READ_BITS / 32;
+        constexpr int WORDS = COPY_BLOCK / WORD_CODES;
         u32* to = reinterpret_cast<u32*>(copy.codes) + block * WORDS;
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) to[i] = code_word(x + i * WORD_CODES, scale.factor);

@@ -6,8 +6,8 @@ import re
 
 #: Files whose tests need nothing of a GPU but its kernels.
 KERNEL_FILES = (
-    *("test_delta_prefill", "test_delta_rule", "test_dense", "test_full_grids", "test_mamba2", "test_mamba2_prefill"),
-    *("test_materialise", "test_quantised_state", "test_shared", "test_standard"),
+    *("test_copy_codes", "test_delta_prefill", "test_delta_rule", "test_dense", "test_full_grids", "test_mamba2"),
+    *("test_mamba2_prefill", "test_materialise", "test_quantised_state", "test_shared", "test_standard"),
 )
 #: Of them, tests that need it after all: CUDA graphs, more memory than is touched, and two kernels that agree to the bit
 #: because nvcc makes the same products and sums of both one instruction.
@@ -16,6 +16,15 @@ NEEDS_GPU = re.compile("graph|two_billion|do_not_depend_on_the_slot|plain_recurr
 #: The tests that always run: all sources, and of each the paths that macros and rows choose among. By file and function, their
 #: parameters.
 CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
+    "test_copy_codes": {
+        "test_boundaries_of_rounding": (
+            "mamba2-torch.float32-nvfp4",
+            "mamba2-torch.bfloat16-nvfp4",
+            "gated_delta-torch.float32-nvfp4",
+            "gated_delta-torch.bfloat16-fp8",
+            "kda-torch.float32-nvfp4",
+        ),
+    },
     "test_shared": {
         "test_advance_equals_reference": ("1-4", "4-300", "16-1"),
         "test_causal_conv": (
