@@ -10,59 +10,51 @@
 //
 // No exponent is above zero, whatever the gates are. The state is float32 throughout. Products split their operands into two
 // tf32 parts and leave out the product of the lower ones, and their sums are added to the state in float32, so that folds do
-// not drift.
+// not drift. bfloat16 keys meet all of u, in three bfloat16 parts.
 //
 // A warp holds 16 value rows of the state and needs no other warp once a chunk is prepared. Lane 4 g + t has rows g and
 // g + 8 and, of every 16 columns, columns 4 t + 0 ... 3. As mma accumulators these are two blocks, of the even and of the odd
 // columns: column c of block b is column 2 c + b. As an operand the same registers contract over columns. Of every 8
 // entries, an accumulator's columns 2 t and 2 t + 1 are entries t and t + 4, which makes it an operand again.
 #pragma once
-#include "delta_pairs.cuh"
+#include "delta_tile_entries.cuh"
 #include "ptx/bulk_copy.cuh"
 
-constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
-constexpr int STAGED_PITCH = KEY_DIM + 16 / int(sizeof(STATE));  // elements from row to row in shared memory
-constexpr int TILE_VALUES = SLICE < 16 * WARPS ? SLICE : 16 * WARPS;  // value rows of the block's tile
+// A tile in shared memory: elements from row to row, and whether odd rows have every two blocks of 16 columns in turned order.
+// Either puts rows that are read together into different banks.
+constexpr bool STAGED_IN_TURN = sizeof(STATE) == 4;
+constexpr int STAGED_PITCH = KEY_DIM + (STAGED_IN_TURN ? 0 : 16);
+__device__ __forceinline__ int staged_column(int row, int column) { return STAGED_IN_TURN ? column ^ row % 2 * 16 : column; }
 
 // ANSWERS: outputs are wanted. SHARED: the state passes through shared memory (delta_fold.cuh).
 template <bool ANSWERS, bool SHARED>
-struct ChunkTile {
+struct ChunkTile : TileEntries {
     // A chunk needs the state twice, for its products and for its update. What is not held is loaded again for the latter, from
     // shared memory or the L2 cache, which leaves registers to more blocks.
     static constexpr bool IN_PARTS = SHARED || ONE_CHUNK;
     // Pairs of columns that a thread holds at a time.
     static constexpr int HELD = SHARED ? 1 : IN_PARTS && PAIRS > 1 ? PAIRS / 2 : PAIRS > 0 ? PAIRS : 1;
 
-    const Work& w;
-    ChunkShared& shared;
-    int first;  // first value row of the tile within the slice
     bool prepares;  // nobody has prepared the chunks
-    int thread;  // threadIdx.x, of which the compiler knows nothing between the stages of a chunk: it saves registers
     STATE* staged = nullptr;  // the tile in shared memory
     bool holds = false;       // whether there is something in it
     float S[HELD][2][4];
     float largest = 0.0f;  // magnitude of what the thread has stored, for nvfp4
 
-    __device__ int warp() const { return thread / 32; }
-    __device__ int g() const { return thread % 32 / 4; }
-    __device__ int t() const { return thread % 4; }
-    // The lane's first row within the warp's 16. Rows that meet in shared memory are four apart, which the pitch puts into other banks.
-    __device__ int lane_row() const { return SHARED ? g() / 2 + 4 * (g() % 2) : g(); }
-    __device__ int row() const { return first + 16 * warp() + lane_row(); }  // within the slice
-    // Entry of column g of a block of 8, and of element e of a lane's accumulator.
-    __device__ int column_entry() const { return g() / 2 + 4 * (g() % 2); }
-    __device__ int element_entry(int e) const { return t() + 4 * (e % 2); }
     // Whether the warp's rows exist.
     __device__ bool active() const { return first + 16 * warp() < min(SLICE, first + TILE_VALUES); }
     __device__ bool next_active() const { return 16 * warp() < TILE_VALUES && first + TILE_VALUES + 16 * warp() < SLICE; }
 
-    // The lane's first columns of its first row in shared memory.
-    __device__ STATE* own_staged() const { return staged + (16 * warp() + lane_row()) * STAGED_PITCH + 4 * t(); }
+    // The lane's first row in shared memory, from which its columns of pair p are 16 p elements away if p is even, or if it is odd.
+    __device__ STATE* own_staged(int p) const {
+        const int turned = STAGED_IN_TURN ? 16 * (g() % 2) : 0;
+        return staged + (16 * warp() + g()) * STAGED_PITCH + 4 * t() + (p % 2 ? -turned : turned);
+    }
 
     // HELD pairs from pair `from` on.
     __device__ void load_state(int from) {
         if ((SHARED ? holds : w.row.folded > 0) && active()) {
-            const STATE* state = (SHARED ? own_staged() : w.t.state + w.state_at(row()) + 4 * t()) + 16 * from;
+            const STATE* state = (SHARED ? own_staged(from) : w.t.state + w.state_at(row()) + 4 * t()) + 16 * from;
             constexpr int BELOW = 8 * (SHARED ? STAGED_PITCH : KEY_DIM);
 #pragma unroll
             for (int p = 0; p < HELD; ++p)
@@ -89,7 +81,7 @@ struct ChunkTile {
         const auto rows = [](int pitch, STATE* first, int n) { return first + n % 2 * 8 * pitch + n / 2 * 16; };
         if constexpr (SHARED)
 #pragma unroll
-            for (int n = 0; n < 2 * HELD; ++n) store_vector<4>(rows(STAGED_PITCH, own_staged() + 16 * from, n), S[n / 2][n % 2]);
+            for (int n = 0; n < 2 * HELD; ++n) store_vector<4>(rows(STAGED_PITCH, own_staged(from) + 16 * from, n), S[n / 2][n % 2]);
         if (!last) return;
         STATE* state = w.t.state_out + w.state_at(row()) + 4 * t() + 16 * from;
 #pragma unroll
@@ -120,32 +112,6 @@ struct ChunkTile {
         }
     }
 
-    // sum_i x_i row[i] over the 8 entries of an accumulator.
-    __device__ void add_entries(Sum& sum, const float (&x)[4], const float* row) const {
-        sum.add<false>({x[0], x[2], x[1], x[3]}, row[t()], row[t() + 4]);
-    }
-
-    // u times the norm of k from r. Element e of block n belongs to entry 8 n + element_entry(e) and row g + 8 (e / 2).
-    __device__ void solve(const ChunkInputs& in, int count, const Sum (&stored)[BLOCKS], float (&u)[BLOCKS][4]) const {
-#pragma unroll
-        for (int n = 0; n < BLOCKS; ++n) {
-            Sum before = {};
-            if (n == 1) add_entries(before, u[0], shared.kk[8 + column_entry()]);
-            float r[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int j = 8 * n + element_entry(e);
-                const float norm = shared.k_norm[j], decay = PER_CHANNEL ? 1.0f : in.from_start[j];
-                const float v = to_float(in.v[j][row() + 8 * (e / 2)]);
-                r[e] = j < count ? in.beta[j] * (v - norm * fmaf(decay, stored[n].get(e), before.get(e))) : 0.0f;
-            }
-            Sum solved = {};
-            add_entries(solved, r, shared.inverse[8 * n + column_entry()]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) u[n][e] = solved.get(e);
-        }
-    }
-
     // o of the chunk's entries from first_output on, which are tokens. `stored`: products of S0 with the only ones, if they
     // have been formed.
     __device__ void write_outputs(const ChunkInputs& in, int from, int count, int first_output, Sum (&stored)[1],
@@ -172,16 +138,19 @@ struct ChunkTile {
     }
 
     __device__ void update_state(const ChunkInputs& in, int count, float (&u)[BLOCKS][4], bool last = true) {
-        if constexpr (!PER_CHANNEL)
-#pragma unroll
-            for (int n = 0; n < 4 * BLOCKS; ++n) u[n / 4][n % 4] *= in.to_end[n / 4 * 8 + element_entry(n)];
+        decay_to_end(u);
+        Parts<3> parts[4];
+        if constexpr (BF16_KEYS) split_updates(u, parts);
 #pragma unroll SHARED ? 2 : PAIRS
         for (int from = PAIRS - HELD; from >= 0; from -= HELD) {  // backwards: the last columns are at hand
             if (SHARED || from < PAIRS - HELD) load_state(from);
             if constexpr (PER_CHANNEL) decay_channels(from);
+            if constexpr (BF16_KEYS)
+                add_updates(in, from, parts);
+            else
 #pragma unroll
-            for (int n = 0; n < BLOCKS; ++n)
-                if (8 * n < count) add_updates(in, n, from, u[n]);
+                for (int n = 0; n < BLOCKS; ++n)
+                    if (8 * n < count) add_updates(in, n, from, u[n]);
             if constexpr (IN_PARTS) store_state(from, last);
         }
     }
@@ -216,6 +185,27 @@ struct ChunkTile {
             }
         }
     }
+    // The same with bfloat16 keys.
+    __device__ void add_updates(const ChunkInputs& in, int from, const Parts<3> (&u)[4]) {
+        const float decay = in.from_start[CHUNK - 1];
+        const STAGED* keys = &in.k[t()][2 * g() + 16 * from];
+#pragma unroll
+        for (int p = 0; p < HELD; ++p) {
+            u32 k[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) k[i] = *reinterpret_cast<const u32*>(keys + 4 * i * KEY_STRIDE + 16 * p);
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                const u32 halves = b ? 0x7632 : 0x5410;
+                const Accumulator sum = multiply_updates(u, __byte_perm(k[0], k[1], halves), __byte_perm(k[2], k[3], halves));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& x = S[p][e / 2][b + 2 * (e % 2)];
+                    x = fmaf(x, decay, sum.v[e]);
+                }
+            }
+        }
+    }
     __device__ const STAGED* key_updates(const ChunkInputs& in) const {
         return PER_CHANNEL ? reinterpret_cast<const STAGED*>(shared.decay[0]) : in.k[0];
     }
@@ -230,6 +220,7 @@ struct ChunkTile {
         }
         chunk.finish_gates(in, from, count);
         wait_copies();
+        if constexpr (FOLDS_BF16) chunk.interleave(in);
         __syncthreads();
         if (AHEAD && to < all) chunk.request(shared.inputs[1 - stage], to, min(CHUNK, all - to));
         chunk.append(in, from, count);
@@ -259,7 +250,7 @@ struct ChunkTile {
         }
         thread = opaque(int(threadIdx.x));
         float u[BLOCKS][4];
-        solve(in, count, stored, u);
+        solve(in, stored, u);
         thread = opaque(thread);
         update_state(in, count, u, last);
         holds = true;
@@ -292,7 +283,7 @@ struct ChunkTile {
             thread = opaque(int(threadIdx.x));
             if (active()) {
                 float u[BLOCKS][4];
-                solve(in, count, stored, u);
+                solve(in, stored, u);
                 if (first_output < count) write_outputs(in, from, count, first_output, answered, u);
                 thread = opaque(thread);
                 if (to < all || w.row.folds()) update_state(in, count, u);
@@ -315,7 +306,7 @@ __device__ __forceinline__ float chunk_step(const Work& w, ChunkShared& shared) 
     float largest = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < SLICE; first += TILE_VALUES) {
-        ChunkTile<ANSWERS, false> tile{w, shared, first, first == 0 || !single, 0};
+        ChunkTile<ANSWERS, false> tile{{w, shared, first, 0}, first == 0 || !single};
         tile.run();
         largest = larger_magnitude(largest, tile.largest);
     }

@@ -27,11 +27,19 @@ struct StagedType<true> {
     typedef ACT type;
 };
 typedef StagedType<NARROW>::type STAGED;
+constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
+// A fold whose outputs have been given before may have the state in shared memory (delta_fold.cuh), but for 16 bits that would have
+// to wait there for another chunk. With bfloat16 keys it is delta_fold_tile.cuh's, if all fits.
+constexpr bool FOLDS_APART = COPIED && TOKENS > 0 && CHUNKED && (ONE_CHUNK || sizeof(STATE) == 4);
+constexpr bool BF16_KEYS = NARROW && same_type<ACT, bf16>::value && CHUNK == 16;
+constexpr bool FOLDS_BF16 = FOLDS_APART && BF16_KEYS && KEY_DIM % 64 == 0 && SLICE <= 128;
 // A prefill has the next chunk on its way while one is worked on; other steps rarely have a second one.
 constexpr bool AHEAD = NARROW && TOKENS == 0;
 constexpr int INPUT_STAGES = AHEAD ? 2 : 1;
+constexpr int KEY_PIECE = FOLDS_BF16 ? 16 : 8;  // 16-bit columns that a thread has side by side
 // Elements from row to row, by which a warp's accesses spread over the banks.
-constexpr int KEY_STRIDE = KEY_DIM + (NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4, BLOCK_STRIDE = 12;
+constexpr int KEY_STRIDE = KEY_DIM + (FOLDS_BF16 ? 8 : NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4;
+constexpr int INVERSE_STRIDE = 2 * CHUNK;
 
 // With a read copy, steps have been answered before entries are staged.
 constexpr bool STAGES_QUERIES = !COPIED || TOKENS == 0;
@@ -46,7 +54,7 @@ struct StagedQueries<false> {
 };
 
 struct ChunkInputs : StagedQueries<STAGES_QUERIES> {
-    STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done
+    STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done; FOLDS_BF16: see interleave
     STAGED v[CHUNK][VALUE_STRIDE];
     double log_decay[CHUNK];                  // G where decays are scalars, in double since differences of it count
     float from_start[CHUNK], to_end[CHUNK];  // exp(G), exp(G_last - G) of it
@@ -57,9 +65,11 @@ struct ChunkShared {
     ChunkInputs inputs[INPUT_STAGES];
     alignas(16) float decay[PER_CHANNEL ? CHUNK : 1][PER_CHANNEL ? KEY_STRIDE : 4];  // exp(g), then k exp(G_last - G)
     float last[PER_CHANNEL ? KEY_STRIDE : 4];                                         // exp(G_last) per channel
-    float kk[CHUNK][PAIR_STRIDE];       // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j
+    alignas(16) float kk[CHUNK][CHUNK];  // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j
     float qk[STAGES_QUERIES ? CHUNK : 1][PAIR_STRIDE];  // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
-    float inverse[CHUNK][BLOCK_STRIDE];  // of the two triangular blocks of 8 entries, rows times the norm of k
+    alignas(16) float inverse[CHUNK][INVERSE_STRIDE];  // of the triangular system (ChunkPairs::invert)
+    // Of entries 8 n + t and 8 n + t + 4, [4 n + t]: the norm of k times exp(G), of both, and exp(G_last - G).
+    alignas(16) float gains[CHUNK / 2][4];
     float k_norm[CHUNK], q_norm[CHUNK];  // what k and q are to be multiplied by
 };
 
@@ -125,10 +135,12 @@ struct Chunk {
             const void* v = is_token ? w.v(token) : static_cast<const void*>(w.t.ring_v + w.ring_v_at(row));
             const ACT* q = w.q(is_token ? token : 0);
 #pragma unroll
-            for (int c = 8 * part; c < KEY_DIM; c += 8 * ENTRY_LANES) {
-                copy_16_bytes(&in.k[at][c], static_cast<const STAGED*>(k) + c, exists);
-                if constexpr (STAGES_QUERIES) copy_16_bytes(&in.q[at][c], q + c, exists && is_token);
-            }
+            for (int c = KEY_PIECE * part; c < KEY_DIM; c += KEY_PIECE * ENTRY_LANES)
+#pragma unroll
+                for (int n = c; n < c + KEY_PIECE; n += 8) {
+                    copy_16_bytes(&in.k[at][n], static_cast<const STAGED*>(k) + n, exists);
+                    if constexpr (STAGES_QUERIES) copy_16_bytes(&in.q[at][n], q + n, exists && is_token);
+                }
 #pragma unroll
             for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&in.v[at][r], static_cast<const STAGED*>(v) + r, exists);
         } else if (is_token) {
@@ -138,6 +150,19 @@ struct Chunk {
             const ACT* no_queries = nullptr;
             copy_converted(in, at, part, exists, w.t.ring_k + w.ring_k_at(row), no_queries, w.t.ring_v + w.ring_v_at(row));
             if constexpr (PER_CHANNEL) stage_ring_decays(at, part, exists, row);
+        }
+    }
+
+    // Of every 16 columns, 4 t and 4 t + 1 (t = 0 ... 3) come first, and then the others, so that a lane of an accumulator of
+    // either half has four neighbours. By the threads that requested them, once they have arrived.
+    __device__ void interleave(ChunkInputs& in) const {
+        const int at = thread / ENTRY_LANES, part = thread % ENTRY_LANES;
+#pragma unroll
+        for (int c = KEY_PIECE * part; c < KEY_DIM; c += KEY_PIECE * ENTRY_LANES) {
+            uint4* words = reinterpret_cast<uint4*>(&in.k[at][c]);
+            const uint4 first = words[0], last = words[1];
+            words[0] = {first.x, first.z, last.x, last.z};
+            words[1] = {first.y, first.w, last.y, last.w};
         }
     }
 

@@ -9,6 +9,7 @@
 // there then; the others come back from the L2 cache.
 #pragma once
 #include "delta_chunk.cuh"
+#include "delta_fold_tile.cuh"
 #include "delta_tile_copy.cuh"
 
 struct FoldShared {
@@ -18,12 +19,20 @@ struct FoldShared {
 };
 // Elements of 16 bytes, and lanes that take a row.
 constexpr int STATE_UNIT = 16 / int(sizeof(STATE)), STATE_LANES = KEY_DIM / STATE_UNIT;
-// A 16-bit state must not be rounded between chunks.
-constexpr bool STREAMS = COPIED && TOKENS > 0 && CHUNKED && KEY_DIM % 64 == 0 && 32 % STATE_LANES == 0 &&
-                         sizeof(FoldShared) <= SHARED_LIMIT && (ONE_CHUNK || sizeof(STATE) == 4);
+constexpr bool STREAMS = FOLDS_APART && KEY_DIM % 64 == 0 && 32 % STATE_LANES == 0 && sizeof(FoldShared) <= SHARED_LIMIT;
+static_assert(STREAMS || !FOLDS_BF16, "keys have been interleaved");
+
+template <bool>
+struct FoldTiles {
+    typedef ChunkTile<false, true> type;
+};
+template <>
+struct FoldTiles<true> {
+    typedef FoldTile<bf16> type;
+};
 
 struct Fold {
-    typedef ChunkTile<false, true> Tile;
+    typedef FoldTiles<FOLDS_BF16>::type Tile;
     const Work& block;
     FoldShared& shared;
 
@@ -41,7 +50,8 @@ struct Fold {
         const int row = first + lane() / STATE_LANES, column = lane() % STATE_LANES * STATE_UNIT;
         const STATE* from = opaque(rows + row * KEY_DIM + column);
 #pragma unroll
-        for (int r = 0; r < ROWS; r += 32 / STATE_LANES) copy_16_bytes(&shared.rows[warp()][row + r][column], from + r * KEY_DIM);
+        for (int r = 0; r < ROWS; r += 32 / STATE_LANES)
+            copy_16_bytes(&shared.rows[warp()][row + r][staged_column(row + r, column)], from + r * KEY_DIM);
     }
 
     // The scale of the head's copy, from the largest magnitudes that threads have met; for all threads of the block.
@@ -106,7 +116,7 @@ struct Fold {
         const int all = block.row.history() + block.row.tokens;
         const bool single = ONE_CHUNK || all <= CHUNK;
         Work w = block.of_head(0);
-        Tile tile{w, shared.chunk, 0, false, int(threadIdx.x), shared.rows[0][0]};
+        Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
         if (stored && tile.active()) request(w, 0);
 #pragma unroll 1
         for (; w.n < HEADS_A_BLOCK; ++w.n) {
@@ -129,7 +139,7 @@ struct Fold {
                         wait_copies();
                         __syncwarp();
                     }
-                    tile.fold(shared.chunk.inputs[0], min(CHUNK, all - from), from + CHUNK >= all);
+                    tile.fold(shared.chunk.inputs[0], min(CHUNK, all - from), ONE_CHUNK || from + CHUNK >= all);
                     if (ONE_CHUNK) break;
                 }
                 if (!tile.active()) continue;

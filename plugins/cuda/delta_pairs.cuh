@@ -140,18 +140,33 @@ struct ChunkPairs {
 
     // ---- the triangular system ---------------------------------------------------------------------------------------------
 
-    // Inverses of its blocks of 8 entries, a lane a column; by the first warp.
+    // Its inverse, a lane a column c, by the first warp: what values and reads leave of an entry (ChunkTile::solve) is multiplied by the
+    // columns, which take up beta, and becomes u times the norm of k. In the order of an accumulator's entries (delta_chunk.cuh), a row has
+    // the upper tf32 parts of every two columns and then their lower ones.
     __device__ void invert() {
         if (threadIdx.x >= CHUNK) return;
-        const int first = chunk.thread / 8 * 8, c = chunk.thread % 8;
-        float sums[8] = {};
+        const int c = chunk.thread;
+        const float beta = in.beta[c];
+        float* column = &shared.inverse[0][c / 8 * 16 + c % 4 * 4 + c / 4 % 2];
+        float* gains = &shared.gains[c / 8 * 4 + c % 4][c / 4 % 2];
+        gains[0] = shared.k_norm[c] * (PER_CHANNEL ? 1.0f : in.from_start[c]);
+        gains[2] = PER_CHANNEL ? 1.0f : in.to_end[c];
+        float u[CHUNK];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float norm = shared.k_norm[first + i];
-            const float u = norm * fmaf(-in.beta[first + i] * norm, sums[i], i == c ? 1.0f : 0.0f);
-            shared.inverse[first + i][c] = u;
+        for (int i = 0; i < CHUNK; ++i) {
+            const float norm = shared.k_norm[i];
+            float sum = 0.0f;
 #pragma unroll
-            for (int j = i + 1; j < 8; ++j) sums[j] = fmaf(shared.kk[first + j][first + i], u, sums[j]);
+            for (int j = 0; j < i; j += 4) {
+                float pairs[4];
+                load_vector<4>(&shared.kk[i][j], pairs);
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (j + e < i) sum = fmaf(pairs[e], u[j + e], sum);
+            }
+            u[i] = fmaf(-in.beta[i] * norm * norm, sum, i == c ? norm : 0.0f);
+            const float x = __fmul_rn(u[i], beta), upper = tf32_part(x);
+            column[i * INVERSE_STRIDE] = upper, column[i * INVERSE_STRIDE + 2] = x - upper;
         }
     }
 };

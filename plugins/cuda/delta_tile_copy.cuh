@@ -28,7 +28,7 @@ struct TileCopy {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i)
 #pragma unroll
-            for (int n = 0; n < COLUMNS; n += 4) load_vector<4>(&rows[row][piece(i) * COLUMNS + n], x[i] + n);
+            for (int n = 0; n < COLUMNS; n += 4) load_vector<4>(rows[row] + (opaque(staged_column(row, piece(i) * COLUMNS)) ^ n), x[i] + n);
         const float amax[PIECES] = {block_magnitude(x[0]), block_magnitude(x[1])};
         BlockScale scales[PIECES] = {{amax[0], head}, {amax[1], head}};
         if (!scales[0].settled || !scales[1].settled)
