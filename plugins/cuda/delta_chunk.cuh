@@ -240,14 +240,16 @@ struct ChunkTile : TileEntries {
         pairs.invert();
     }
 
-    // A chunk that is prepared, for a tile in shared memory. `last`: no other follows.
-    __device__ void fold(const ChunkInputs& in, int count, bool last) {
+    // A chunk that is prepared, for a tile in shared memory. `fresh`: but for the inverse, for which the block waits here. `last`: no
+    // other follows.
+    __device__ void fold(const ChunkInputs& in, int count, bool fresh, bool last) {
         Sum stored[BLOCKS] = {};
 #pragma unroll 1
         for (int pair = 0; pair < PAIRS; pair += HELD) {
             load_state(pair);
             multiply_state(in.k, count, pair, stored);
         }
+        if (fresh) __syncthreads();
         thread = opaque(int(threadIdx.x));
         float u[BLOCKS][4];
         solve(in, stored, u);

@@ -124,7 +124,6 @@ struct Fold {
             const auto prepare = [&](int from) {
                 tile.thread = opaque(int(threadIdx.x));
                 tile.prepare(chunk, 0, from, min(from + CHUNK, all), all);
-                __syncthreads();  // the inverse
             };
             if (single) prepare(0);
             tile.largest = 0.0f;
@@ -134,12 +133,16 @@ struct Fold {
 #pragma unroll 1
                 for (int from = 0; from < all; from += CHUNK) {
                     if (!single) prepare(from);
-                    if (!tile.active()) continue;
+                    const bool fresh = !single || tile.first == 0;
+                    if (!tile.active()) {
+                        if (fresh) __syncthreads();
+                        continue;
+                    }
                     if (from == 0) {
                         wait_copies();
                         __syncwarp();
                     }
-                    tile.fold(shared.chunk.inputs[0], min(CHUNK, all - from), ONE_CHUNK || from + CHUNK >= all);
+                    tile.fold(shared.chunk.inputs[0], min(CHUNK, all - from), fresh, ONE_CHUNK || from + CHUNK >= all);
                     if (ONE_CHUNK) break;
                 }
                 if (!tile.active()) continue;

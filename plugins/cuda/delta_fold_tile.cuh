@@ -106,11 +106,12 @@ struct FoldTile : ChunkTile<false, true> {
     }
 
     // As ChunkTile's.
-    __device__ void fold(const ChunkInputs& in, int, bool last) {
+    __device__ void fold(const ChunkInputs& in, int, bool fresh, bool last) {
         Cursor at = begin(in);
         if (!holds) clear(at);
         Sum stored[BLOCKS] = {};
         read(at, stored);
+        if (fresh) __syncthreads();
         float u[BLOCKS][4];
         solve(in, stored, u);
         decay_to_end(u);
