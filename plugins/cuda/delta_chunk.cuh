@@ -20,11 +20,12 @@
 #include "delta_tile_entries.cuh"
 #include "ptx/bulk_copy.cuh"
 
-// A tile in shared memory: elements from row to row, and whether odd rows have every two blocks of 16 columns in turned order.
-// Either puts rows that are read together into different banks.
+// A tile of a float32 state in shared memory has the units of 16 bytes of each row in another order, so that neither a lane's columns
+// of two rows nor a unit of eight rows meet in a bank; rows of 16-bit states are further apart instead.
 constexpr bool STAGED_IN_TURN = sizeof(STATE) == 4;
-constexpr int STAGED_PITCH = KEY_DIM + (STAGED_IN_TURN ? 0 : 16);
-__device__ __forceinline__ int staged_column(int row, int column) { return STAGED_IN_TURN ? column ^ row % 2 * 16 : column; }
+constexpr int STAGED_PITCH = KEY_DIM + (STAGED_IN_TURN ? 0 : 16);  // elements from row to row
+__device__ __forceinline__ int staged_turn(int row) { return STAGED_IN_TURN ? (row & 1) << 2 | (row >> 1 & 3) : 0; }
+__device__ __forceinline__ int staged_column(int row, int column) { return column ^ 4 * staged_turn(row); }
 
 // ANSWERS: outputs are wanted. SHARED: the state passes through shared memory (delta_fold.cuh).
 template <bool ANSWERS, bool SHARED>
@@ -47,8 +48,8 @@ struct ChunkTile : TileEntries {
 
     // The lane's first row in shared memory, from which its columns of pair p are 16 p elements away if p is even, or if it is odd.
     __device__ STATE* own_staged(int p) const {
-        const int turned = STAGED_IN_TURN ? 16 * (g() % 2) : 0;
-        return staged + (16 * warp() + g()) * STAGED_PITCH + 4 * t() + (p % 2 ? -turned : turned);
+        const int turn = staged_turn(g()), turned = 16 * (turn / 4);
+        return staged + (16 * warp() + g()) * STAGED_PITCH + 4 * (t() ^ turn % 4) + (p % 2 ? -turned : turned);
     }
 
     // HELD pairs from pair `from` on.
