@@ -213,14 +213,25 @@ struct ChunkTile : TileEntries {
 
     __device__ void prepare(Chunk& chunk, int stage, int from, int to, int all) {
         ChunkInputs& in = shared.inputs[stage];
-        const int count = to - from;
         chunk.thread = thread;
         if constexpr (!AHEAD) {
             __syncthreads();
-            chunk.request(in, from, count);
+            chunk.request(in, from, to - from);
+            chunk.request_gates(from, to - from);
         }
+        prepare_requested<0>(chunk, stage, from, to, all);
+    }
+    // LATER: groups of copies requested after the chunk's inputs, which need not have arrived.
+    template <int LATER>
+    __device__ void prepare_requested(Chunk& chunk, int stage, int from, int to, int all) {
+        ChunkInputs& in = shared.inputs[stage];
+        const int count = to - from;
+        chunk.thread = thread;
         chunk.finish_gates(in, from, count);
-        wait_copies();
+        if constexpr (LATER > 0)
+            wait_for_copies<LATER>();
+        else
+            wait_copies();
         if constexpr (FOLDS_BF16) chunk.interleave(in);
         __syncthreads();
         if (AHEAD && to < all) chunk.request(shared.inputs[1 - stage], to, min(CHUNK, all - to));

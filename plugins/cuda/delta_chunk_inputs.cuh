@@ -240,7 +240,6 @@ struct Chunk {
         if constexpr (!PER_CHANNEL) next_g = token < 0 ? w.t.ring_g[w.ring_g_at(row)] : w.decay_logit(token, 0);
     }
     __device__ void finish_gates(ChunkInputs& in, int from, int count) {
-        if constexpr (!AHEAD) request_gates(from, count);
         if (warp() != WARPS - 1) return;
         const int at = lane(), token = from + at - w.row.history();
         float g = 0.0f, beta = 0.0f;

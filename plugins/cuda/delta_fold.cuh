@@ -31,6 +31,9 @@ struct FoldTiles<true> {
     typedef FoldTile<bf16> type;
 };
 
+// A head's inputs come ahead of its first rows, which arrive while the inputs are prepared.
+constexpr bool OVERLAPS = FOLDS_BF16 && READ_BITS == 4;
+
 struct Fold {
     typedef FoldTiles<FOLDS_BF16>::type Tile;
     const Work& block;
@@ -78,25 +81,49 @@ struct Fold {
 #pragma unroll 1
         for (int pass = 0; pass < TileCopy::PASSES; ++pass) copy.store(shared.rows[warp()], pass);
     }
+    // Of a lane's entry, as a chunk that has requested them holds them.
+    struct Gates {
+        float g, beta;
+    };
     // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. Rows of
-    // the next tile, and in the end of the next head, are requested as room becomes free.
-    __device__ void copy_head(Tile& tile) const {
+    // the next tile, and in the end of the next head, are requested as room becomes free; before them that head's inputs, where they come
+    // ahead.
+    __device__ void copy_head(Tile& tile, Gates& next_gates, int all, bool ahead) const {
         const HeadScale scale = head_scale(tile.w, tile.largest);
         tile.thread = opaque(int(threadIdx.x));
+        if (ahead && tile.w.n + 1 < HEADS_A_BLOCK) next_gates = request_inputs(tile.w.n + 1, all);
 #pragma unroll 1
         for (tile.first -= TILE_VALUES; tile.first >= 0; tile.first -= TILE_VALUES) {
-            if (!tile.active()) continue;
+            const bool active = tile.active();
+            if (!active && tile.first > 0) continue;
             const TileCopy copy = copy_of(tile, scale);
-            const STATE* next = next_rows(tile);
+            const STATE* next = active ? next_rows(tile) : nullptr;
 #pragma unroll 1
             for (int pass = 0; pass < TileCopy::PASSES; ++pass) {
                 wait_for_copies<TileCopy::PASSES - 1>();
                 __syncwarp();
-                copy.store(shared.rows[warp()], pass);
+                if (active) copy.store(shared.rows[warp()], pass);
                 __syncwarp();
                 if (next) request_rows<TileCopy::PASS_ROWS>(next, TileCopy::PASS_ROWS * pass);
                 end_copies();
             }
+        }
+    }
+    // Inputs of head n, in a group of copies of their own.
+    __device__ Gates request_inputs(int n, int all) const {
+        const Work w = block.of_head(n);
+        Chunk chunk{w, shared.chunk, false, opaque(int(threadIdx.x))};
+        chunk.request(shared.chunk.inputs[0], 0, all);
+        chunk.request_gates(0, all);
+        end_copies();
+        return {chunk.next_g, chunk.next_beta};
+    }
+    // The warp's first rows of a head, if they exist, in as many groups as copy_head has for those of the next one.
+    __device__ void request_in_passes(const Work& w, bool exist) const {
+#pragma unroll
+        for (int pass = 0; pass < TileCopy::PASSES; ++pass) {
+            if (exist) request_rows<TileCopy::PASS_ROWS>(w.t.state + w.state_at(16 * warp()), TileCopy::PASS_ROWS * pass);
+            end_copies();
         }
     }
     // What the warp's rows in shared memory give way to, if there is something.
@@ -116,16 +143,28 @@ struct Fold {
         const int all = block.row.history() + block.row.tokens;
         const bool single = ONE_CHUNK || all <= CHUNK;
         Work w = block.of_head(0);
+        const bool ahead = OVERLAPS && single;
         Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
-        if (stored && tile.active()) request(w, 0);
+        Gates gates = {};
+        if (ahead) {
+            gates = request_inputs(0, all);
+            request_in_passes(w, stored && tile.active());
+        } else if (stored && tile.active()) {
+            request(w, 0);
+        }
 #pragma unroll 1
         for (; w.n < HEADS_A_BLOCK; ++w.n) {
-            Chunk chunk{w, shared.chunk, false, 0};
+            Chunk chunk{w, shared.chunk, false, 0, gates.g, gates.beta};
             const auto prepare = [&](int from) {
                 tile.thread = opaque(int(threadIdx.x));
                 tile.prepare(chunk, 0, from, min(from + CHUNK, all), all);
             };
-            if (single) prepare(0);
+            if (ahead) {
+                tile.thread = opaque(int(threadIdx.x));
+                tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, 0, all, all);
+            } else if (single) {
+                prepare(0);
+            }
             tile.largest = 0.0f;
 #pragma unroll 1
             for (tile.first = 0; tile.first < SLICE; tile.first += TILE_VALUES) {
@@ -153,7 +192,7 @@ struct Fold {
                     request_next_head(w.n + 1);
                 }
             }
-            if constexpr (READ_BITS == 4) copy_head(tile);
+            if constexpr (READ_BITS == 4) copy_head(tile, gates, all, ahead);
         }
     }
 };
