@@ -261,11 +261,11 @@ struct Gram : GramKeys<T> {
     template <typename Append>
     __device__ void run(float unit, Append append) const {
         Decays decays;
-        if (solves()) find_decays(decays);
         if (has_keys()) {
             Keys::wait_for_keys();
             Keys::multiply();
         }
+        if (solves()) find_decays(decays);
         wait_copies();
         __syncthreads();
         if (has_keys()) {
