@@ -64,7 +64,6 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     if (!row.tokens) return;
     if constexpr (ANSWERS_FROM_COPY) return copied_step<ACT>(block, memory);
     // A flush folds the ring; then the tokens find an empty one.
-    const int tokens = TOKENS == 1 ? 1 : row.tokens;
     if (row.folds() && !row.absorbs()) row.tokens = 0;
 #pragma unroll 1
     while (true) {
@@ -74,7 +73,8 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         }
         replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;
-        row.folded = row.fold_to, row.tokens = tokens;
+        // The number of tokens comes from memory again: no register holds it meanwhile.
+        row.folded = row.fold_to, row.tokens = TOKENS == 1 ? 1 : load_row(step, int(blockIdx.y), t.tokens).tokens;
         // What the block has stored, to its threads and to the copy engine.
         __threadfence_block();
         fence_async_proxy();

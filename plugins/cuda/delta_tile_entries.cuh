@@ -43,25 +43,28 @@ struct TileEntries {
     __device__ void solve(const ChunkInputs& in, const Sum (&stored)[BLOCKS], float (&u)[BLOCKS][4]) const {
         float r[BLOCKS][4];
         load_values(in.v, r);
-        Sum solved[BLOCKS] = {};
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) {
             float gains[2];
             load_vector<2>(shared.gains[4 * n + t()], gains);
 #pragma unroll
             for (int e = 0; e < 4; ++e) r[n][e] = fmaf(-gains[e % 2], stored[n].get(e), r[n][e]);
-            const Split a(r[n][0], r[n][2], r[n][1], r[n][3]);
-#pragma unroll
-            for (int m = n; m < BLOCKS; ++m) {
-                float w[4];
-                load_vector<4>(&shared.inverse[8 * m + column_entry()][16 * n + 4 * t()], w);
-                mma_tf32(solved[m].rest, a.low, w[0], w[1]);
-                mma_tf32(solved[m].rest, a.high, w[2], w[3]);
-                mma_tf32(solved[m].upper, a.high, w[0], w[1]);
-            }
         }
 #pragma unroll
-        for (int n = 0; n < 4 * BLOCKS; ++n) u[n / 4][n % 4] = solved[n / 4].get(n % 4);
+        for (int m = BLOCKS - 1; m >= 0; --m) {  // the last one first: then nothing needs its r
+            Sum solved = {};
+#pragma unroll
+            for (int n = 0; n <= m; ++n) {
+                const Split a(r[n][0], r[n][2], r[n][1], r[n][3]);
+                float w[4];
+                load_vector<4>(&shared.inverse[8 * m + column_entry()][16 * n + 4 * t()], w);
+                mma_tf32(solved.rest, a.low, w[0], w[1]);
+                mma_tf32(solved.rest, a.high, w[2], w[3]);
+                mma_tf32(solved.upper, a.high, w[0], w[1]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) u[m][e] = solved.get(e);
+        }
     }
 
     // u from behind an entry to the chunk's end.
