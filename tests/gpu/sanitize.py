@@ -1,7 +1,12 @@
-"""One small case of every kernel, for compute-sanitizer; sanitize.sh runs it under each tool."""
+"""One small case of every kernel, for compute-sanitizer; sanitize.sh runs it under each tool, whose name is the argument.
+
+Racecheck loses its way where warps come to a barrier from different instructions, as those of the delta rule's prefills do: it
+reports hazards of a program that has none (roles.cu), at times. These kernels are left out under it.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -28,6 +33,7 @@ from test_quantised_state import FP8, INT8, test_a_prefix_in_another_slot, test_
 from test_shared import test_advance_equals_reference, test_causal_conv
 
 from trtllm_replayssm.plugins.device import norms
+from trtllm_replayssm.replay import MAX_VERIFY_TOKENS
 
 
 def check(case: Callable[..., Any], *arguments: object, **options: object) -> None:
@@ -42,17 +48,27 @@ def materialise(layer: str) -> None:
     MaterialiseCase(layer, FP32, 1001, 15).compare(1013)
 
 
+def delta_rule(prefills: bool) -> None:
+    cases = [
+        DeltaCase(layer, tokens, draft=draft, state=state, rows=6)
+        for layer in ("gated_delta", "kda")
+        for state in (FP32, BF16)
+        for tokens, draft in ((1, 0), (4, 3), (40, 0))
+    ]
+    cases += [
+        DeltaCase(layer, tokens, draft=draft, rows=6, read=read)
+        for layer, read in product(("gated_delta", "kda"), FORMATS)
+        for tokens, draft in ((1, 0), (4, 3), (20, 0))
+    ]
+    for case in cases:
+        if prefills or case.tokens <= MAX_VERIFY_TOKENS:
+            check(run_delta, case)
+
+
 def recurrences() -> None:
     for dtypes in ((BF16, FP32), (BF16, BF16), (FP32, FP32)):
         for tokens, draft in ((1, 0), (4, 3), (40, 0)):
             check(run_mamba2, NANO, tokens, 16, dtypes, rows=6, draft=draft)
-    for layer in ("gated_delta", "kda"):
-        for state in (FP32, BF16):
-            for tokens, draft in ((1, 0), (4, 3), (40, 0)):
-                check(run_delta, DeltaCase(layer, tokens, draft=draft, state=state, rows=6))
-    for layer, read in product(("gated_delta", "kda"), FORMATS):
-        for tokens, draft in ((1, 0), (4, 3), (20, 0)):
-            check(run_delta, DeltaCase(layer, tokens, draft=draft, rows=6, read=read))
     for read in FORMATS:
         for tokens, draft in ((1, 0), (4, 3), (20, 0)):
             check(run_mamba2, NANO, tokens, 16, (BF16, FP32), rows=6, draft=draft, read_dtype=read)
@@ -88,11 +104,12 @@ def dense() -> None:
         check(test_experts, tokens, count, top_k, "swiglu", (None, None), BF16)
 
 
-def main() -> None:
+def main(tool: str = "") -> None:
+    delta_rule(prefills=tool != "racecheck")
     recurrences()
     dense()
     print("done")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
