@@ -36,8 +36,21 @@ struct ChunkPairs {
     template <typename T>
     __device__ void multiply_rows(const T (*rows)[KEY_STRIDE], int n, bool is_output, float (&products)[4],
                                   float (&squares)[4]) const {
-        const int g = chunk.g(), t = chunk.t();
         Accumulator sums[2] = {}, norms = {};
+        if constexpr (FOLDS_BF16) {
+            // Interleaved keys: the operands, and so the bits, are those that other keys give below.
+            const int lane = chunk.lane();
+            const T* row = &rows[lane % 16][lane / 16 * 8];
+#pragma unroll
+            for (int p = 0; p < PAIRS; ++p) {
+                const Matrices k = load_matrices(row + 16 * p);
+                mma_16bit<T>(sums[p % 2], k.v, n ? k.v[1] : k.v[0], n ? k.v[3] : k.v[2]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) products[e] = sums[0].v[e] + sums[1].v[e];
+            return;
+        }
+        const int g = chunk.g(), t = chunk.t();
         const auto pairs = [t](const T* row, int p) { return *reinterpret_cast<const uint2*>(row + 16 * p + 4 * t); };
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
