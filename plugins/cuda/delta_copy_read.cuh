@@ -82,9 +82,11 @@ struct CopyRead {
     }
 
     static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
-    // Values are loaded by the warps that do not load keys, if there are some of them.
-    static constexpr int VALUE_WARPS = GRAM && KEY_WARPS < WARPS ? WARPS - KEY_WARPS : WARPS;
+    // Values are loaded by the warps that do not load keys, if there are some of them that have lanes for a row.
+    static constexpr int OTHER_WARPS = GRAM ? WARPS - KEY_WARPS : 0;
+    static constexpr int VALUE_WARPS = OTHER_WARPS > 0 && VALUE_LANES <= 32 * OTHER_WARPS ? OTHER_WARPS : WARPS;
     static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
+    static_assert(!READS_COPY || VALUE_ROWS > 0, "lanes for a row of values");
 
     // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
     __device__ void request() {

@@ -6,8 +6,8 @@ import re
 
 #: Files whose tests need nothing of a GPU but its kernels.
 KERNEL_FILES = (
-    *("test_copy_codes", "test_delta_prefill", "test_delta_rule", "test_dense", "test_full_grids", "test_mamba2"),
-    *("test_mamba2_prefill", "test_materialise", "test_quantised_state", "test_shared", "test_standard"),
+    *("test_copy_codes", "test_delta_folds", "test_delta_prefill", "test_delta_rule", "test_dense", "test_full_grids"),
+    *("test_mamba2", "test_mamba2_prefill", "test_materialise", "test_quantised_state", "test_shared", "test_standard"),
 )
 #: Of them, tests that need it after all: CUDA graphs, more memory than is touched, and two kernels that agree to the bit
 #: because nvcc makes the same products and sums of both one instruction.
@@ -81,6 +81,9 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_read_copies_of_other_shapes": ("1-kda-(128, 40)-fp8",),
         "test_read_copies_of_hardly_open_gates": ("1-gated_delta-torch.float16-fp8",),
     },
+    "test_delta_folds": {
+        "test_folds_of_dtypes": ("1-gated_delta-(torch.bfloat16, torch.float32)-nvfp4",),
+    },
     "test_full_grids": {
         "test_two_heads_a_block": ("1-torch.bfloat16-same", "4-torch.float32-fp8", "1-torch.float32-nvfp4"),
         "test_whole_heads": ("4-gated_delta-same", "1-kda-same", "24-gated_delta-nvfp4", "8-kda-fp8"),
@@ -89,6 +92,7 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
             "4-(torch.float16, torch.float16)-fp8",
         ),
         "test_inputs_that_leave_shared_memory_no_tile": ("256-16-nvfp4",),
+        "test_rows_of_values_that_few_warps_have_no_lanes_for": ("1024",),
     },
     "test_delta_prefill": {
         "test_shapes": (

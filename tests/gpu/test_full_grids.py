@@ -70,3 +70,8 @@ def test_inputs_that_leave_shared_memory_no_tile(value_dim, window, read, launch
     """Of long verify steps: the product with the state takes it from memory."""
     test_delta_rule.run_case(Case("gated_delta", 16, (128, value_dim), window=window, draft=15, rows=6, read=read))
     assert dict(launched[0].kernel.defines)["SPLIT"] == 1
+
+
+@pytest.mark.parametrize("value_dim", [640, 1024])
+def test_rows_of_values_that_few_warps_have_no_lanes_for(value_dim):
+    test_delta_rule.run_case(Case("gated_delta", 1, (64, value_dim), (1, 1), rows=6, read="nvfp4"))
