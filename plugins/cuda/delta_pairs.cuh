@@ -153,7 +153,7 @@ struct ChunkPairs {
 
     // ---- the triangular system ---------------------------------------------------------------------------------------------
 
-    // Its inverse, a lane a column c, by the first warp: what values and reads leave of an entry (ChunkTile::solve) is multiplied by the
+    // Its inverse, a lane a column c, by the first warp: what values and reads leave of an entry (TileEntries::solve) is multiplied by the
     // columns, which take up beta, and becomes u times the norm of k. In the order of an accumulator's entries (delta_chunk.cuh), a row has
     // the upper tf32 parts of every two columns and then their lower ones.
     __device__ void invert() {
