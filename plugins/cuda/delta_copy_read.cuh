@@ -343,15 +343,13 @@ struct CopyRead {
     }
 };
 
-// `found`: called when x is known, before the copy is read.
-template <typename T, typename Found>
-__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared, Found found) {
+template <typename T>
+__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared) {
     CopyRead<T> read(w, shared);
     read.request();
     float head_scale = 1.0f;
     if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.solved_head()).copy().head_scale;
     read.adjoint.run(head_scale, [&] { read.append_values(); });
     __syncthreads();  // x, c
-    found();
     read.read();
 }

@@ -41,11 +41,7 @@ template <typename T>
 __device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) {
     Row& row = block.row;
     if constexpr (READS_COPY && sizeof(T) == 2)
-        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory), [&] {
-            // What a fold reads first comes to the L2 cache meanwhile.
-            if (STREAMS && !RECURS && threadIdx.x == 0 && row.folds() && row.folded > 0)
-                prefetch_bulk(block.t.state + block.state_at(0), TILE_VALUES * KEY_DIM * int(sizeof(STATE)));
-        });
+        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory));
     else
         replay<Pass::ANSWER>(block, memory);
     if (!row.folds()) return;
