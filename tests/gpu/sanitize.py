@@ -1,7 +1,7 @@
 """One small case of every kernel, for compute-sanitizer; sanitize.sh runs it under each tool, whose name is the argument.
 
 Racecheck loses its way where warps come to a barrier from different instructions, as those of the delta rule's prefills do: it
-reports hazards of a program that has none (roles.cu), at times. These kernels are left out under it.
+reports hazards of a program that has none (roles.cu). These kernels are left out under it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ for tool in memcheck racecheck synccheck; do
     echo "== $tool"
     # Torch's caching allocator would hide addresses beyond a tensor's end. cuda-python asks the driver for functions that it may
     # lack; that is no error of a kernel, and launches that fail raise one anyway.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
+    no_cache=()
+    [ "$tool" = memcheck ] && no_cache=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+    env "${no_cache[@]}" compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 \
         python3 -P tests/gpu/sanitize.py "$tool" || failed+=("$tool")
 done
 if ((${#failed[@]})); then
