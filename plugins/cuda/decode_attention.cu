@@ -80,7 +80,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
     float largest[2] = {-INFINITE, -INFINITE}, weight[2] = {0.0f, 0.0f};
     for (int key = begin + warp * KEYS; key < end; key += WARPS * KEYS) {
         Accumulator scores[2] = {};
+#if __CUDA_ARCH__ >= 1000
+#pragma unroll 4  // where the compiler, given all, loads so far ahead that it spills registers
+#else
 #pragma unroll
+#endif
         for (int piece = 0; piece < WIDTH / 32; ++piece) {
             const int at = piece * 32 + t * 8;
             const uint4 low = *reinterpret_cast<const uint4*>(queries + g * Q_STRIDE + at);
