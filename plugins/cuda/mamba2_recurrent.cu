@@ -18,8 +18,10 @@
 constexpr int PER_LANE = (STATE_SIZE + 31) / 32;
 constexpr int INNER = HEADS * HEAD_DIM;
 constexpr int WARPS = 4;
+// 0 leaves it to the compiler. For outputs from a copy, of two runs, it would choose more than it has registers for, and spill.
+constexpr int BLOCKS_AN_SM = FROM_COPY ? 8 : 0;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
     mamba2_recurrent(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
                      const STATE* state, const RING* ring_x, const RING* ring_b, const float* ring_dt, COPY_INPUTS int tokens,
                      int xbc_stride, int dt_stride, int state_stride, int ring_x_stride, int ring_b_stride,

@@ -7,8 +7,10 @@
 #include "materialise.cuh"
 
 constexpr float NORM_EPSILON = 1e-6f;  // plugins/gated_delta.py, L2_EPSILON
+// 0 leaves it to the compiler. With a copy, whose blocks are large, it would choose three on sm_103a, and spill registers.
+constexpr int BLOCKS_AN_SM = READ_BITS ? 2 : 0;
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AN_SM)
     materialise_delta_rule(const STATE* state, const RING_K* ring_k, const RING_V* ring_v, const float* ring_g,
                            const float* ring_beta, COPY_INPUTS int source, int destination, int folded, int prefix_len, int state_stride,
                            int ring_k_stride, int ring_v_stride, int ring_g_stride, int ring_beta_stride,
