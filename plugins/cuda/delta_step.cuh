@@ -23,8 +23,10 @@ constexpr int SHARED_BYTES = larger(READ_BYTES, REPLAY_BYTES);
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
 template <Pass PASS>
 __device__ __forceinline__ void replay(const Work& block, unsigned char* memory) {
+    // Heads need no order; that from the last one down saves the registers that compute capability 10 lacks.
+    constexpr bool DOWN = __CUDA_ARCH__ >= 1000;
 #pragma unroll 1
-    for (int n = 0; n < HEADS_A_BLOCK; ++n) {
+    for (int n = DOWN ? HEADS_A_BLOCK - 1 : 0; DOWN ? n >= 0 : n < HEADS_A_BLOCK; n += DOWN ? -1 : 1) {
         const Work w = block.of_head(n);
         float largest;
         if constexpr (RECURS || PASS == Pass::ANSWER)
@@ -73,8 +75,10 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         }
         replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;
-        // The number of tokens comes from memory again: no register holds it meanwhile.
-        row.folded = row.fold_to, row.tokens = TOKENS == 1 ? 1 : load_row(step, int(blockIdx.y), t.tokens).tokens;
+        // The number of tokens comes from memory again: no register holds it meanwhile. A single token is known, but registers of
+        // compute capability 10 suffice for a longer ring only if it comes from there as well.
+        constexpr bool KNOWN = TOKENS == 1 && (ONE_CHUNK || __CUDA_ARCH__ < 1000);
+        row.folded = row.fold_to, row.tokens = KNOWN ? 1 : load_row(step, int(blockIdx.y), t.tokens).tokens;
         // What the block has stored, to its threads and to the copy engine.
         __threadfence_block();
         fence_async_proxy();
