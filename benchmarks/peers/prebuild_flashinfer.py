@@ -48,7 +48,7 @@ def prebuild(folder: Path, tokens: list[int], states: list[str]) -> Iterator[str
                 try:
                     spec.build(verbose=False)
                 except RuntimeError as error:
-                    raise UserError(f"{spec.name} does not compile", str(error).strip().splitlines()[-1]) from None
+                    raise UserError(f"{spec.name} does not compile", telling_line(str(error))) from None
                 target = folder / "flashinfer/data/aot" / spec.name / f"{spec.name}.so"
                 target.parent.mkdir(parents=True, exist_ok=True)
                 partial = target.with_suffix(".partial")
@@ -57,13 +57,19 @@ def prebuild(folder: Path, tokens: list[int], states: list[str]) -> Iterator[str
                 yield f"{target.name}: {target.stat().st_size / 2**20:.1f} MiB"
 
 
+def telling_line(output: str) -> str:
+    """The first line of a compiler or linker that says what is wrong, or the last of all: ninja's own says nothing."""
+    lines = output.strip().splitlines()
+    return next((line for line in lines if re.search(r"\berror:|cannot find", line)), lines[-1])
+
+
 def stand_ins(folder: Path) -> Path:
     """A folder with empty CUDA libraries, for the linker; the machine that runs the benchmark has the real ones."""
     path = folder / "stand_in"
     path.mkdir()
     release = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
-    major = re.findall(r"release (\d+)", release)[0]
-    for library, version in (("libcuda", "1"), ("libcudart", major)):
+    found = re.search(r"release (\d+)", release)
+    for library, version in (("libcuda", "1"), ("libcudart", found[1] if found else "13")):
         named = [f"-Wl,-soname,{library}.so.{version}", "-o", str(path / f"{library}.so")]
         subprocess.run(["gcc", "-shared", "-xc", os.devnull, *named], check=True)
     return path
