@@ -304,3 +304,14 @@ def test_all_means_every_kind_and_only_whole_models():
     assert {kind for kind, *_ in found} == {"mamba2", "gated_delta", "kda"}
     assert ("mamba2", "nemotron-3-super", 1, 1) in found and ("kda", "kimi-linear", 4, 2) in found
     assert ("gated_delta", "qwen3.5-35b", 2048, 8) in found and not any("tp8" in model for _, model, *_ in found)
+
+
+def test_prebuild_names_the_line_that_says_what_is_wrong():
+    from benchmarks.peers.prebuild_flashinfer import telling_line
+
+    linking = (
+        "[4/4] c++ x.o\n/usr/bin/ld: cannot find -lcudart: No such file\ncollect2: error: ld\nninja: build stopped"
+    )
+    assert telling_line(linking) == "/usr/bin/ld: cannot find -lcudart: No such file"
+    assert telling_line("x.cu(3): error: expected a ;\nninja: build stopped") == "x.cu(3): error: expected a ;"
+    assert telling_line("killed") == "killed"
