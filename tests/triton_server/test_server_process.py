@@ -84,6 +84,16 @@ def test_an_error_of_long_ago_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert log.reason() is None
 
 
+def test_what_follows_the_loss_of_a_model_is_no_reason():
+    log = ServerLog()
+    log.add('E1130 06:00:34.880896 25306 pb_stub.cc:1] "boost::interprocess::lock_exception"')
+    assert log.reason() is None
+    log.add('E1130 06:00:34.880896 25306 model.py:1] "rank 1 has ended with status 3; the model ends"')
+    log.add('E1130 06:00:35.880896 25306 pb_stub.cc:1] "boost::interprocess::lock_exception"')
+    assert log.reason() == "rank 1 has ended with status 3; the model ends"
+
+
+
 def test_a_server_that_is_loading_is_ended_at_once(tmp_path: Path) -> None:
     """It has no requests to wait for, and does not listen to signals yet."""
     server = start(tmp_path, "trap '' TERM\nwhile :; do sleep 0.1; done", exit_timeout=10 * PATIENCE)

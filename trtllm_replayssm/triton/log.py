@@ -16,6 +16,8 @@ REASONS = (
     r"^terminate called .*\n\s*what\(\): +(.*)",
     r"^[EF]\d.*?\] \"?(.*?)\"?$",
 )
+#: What a server may say when its model's process has ended in the middle of a message to it: no reason, but what follows.
+CONSEQUENCE = "boost::interprocess"
 #: Begin a line in the format of glog, which is Triton's and the model's, and a line of Triton's tables.
 LOGGED, TABLE = r"[IWEF]\d{4} \d\d:\d\d:", r"[+|]"
 
@@ -36,8 +38,9 @@ class ServerLog:
         """The error that it has told of lately; None when there is none."""
         text = "\n".join(self.recent())
         for pattern in REASONS:
-            if found := re.findall(pattern, text, re.MULTILINE):
-                return str(found[-1]).strip()
+            found = [told.strip() for told in re.findall(pattern, text, re.MULTILINE)]
+            if causes := [told for told in found if not told.startswith(CONSEQUENCE)]:
+                return str(causes[-1])
         return None
 
     def last_words(self) -> str | None:
