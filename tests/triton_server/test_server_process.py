@@ -93,7 +93,6 @@ def test_what_follows_the_loss_of_a_model_is_no_reason():
     assert log.reason() == "rank 1 has ended with status 3; the model ends"
 
 
-
 def test_a_server_that_is_loading_is_ended_at_once(tmp_path: Path) -> None:
     """It has no requests to wait for, and does not listen to signals yet."""
     server = start(tmp_path, "trap '' TERM\nwhile :; do sleep 0.1; done", exit_timeout=10 * PATIENCE)
