@@ -252,16 +252,16 @@ struct ChunkTile : TileEntries {
         pairs.invert();
     }
 
-    // A chunk that is prepared, for a tile in shared memory. `fresh`: but for the inverse, for which the block waits here. `last`: no
-    // other follows.
-    __device__ void fold(const ChunkInputs& in, int count, bool fresh, bool last) {
-        Sum stored[BLOCKS] = {};
+    // What a tile in shared memory has to do with a chunk whose keys are there: their products with it ...
+    __device__ void read_chunk(const ChunkInputs& in, int count, Sum (&stored)[BLOCKS]) {
 #pragma unroll 1
         for (int pair = 0; pair < PAIRS; pair += HELD) {
             load_state(pair);
             multiply_state(in.k, count, pair, stored);
         }
-        if (fresh) __syncthreads();
+    }
+    // ... and its update, for which the inverse is there, too. `last`: no other chunk follows.
+    __device__ void take_chunk(const ChunkInputs& in, int count, const Sum (&stored)[BLOCKS], bool last) {
         thread = opaque(int(threadIdx.x));
         float u[BLOCKS][4];
         solve(in, stored, u);

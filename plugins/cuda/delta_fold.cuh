@@ -145,6 +145,7 @@ struct Fold {
         Work w = block.of_head(0);
         const bool ahead = OVERLAPS && single;
         Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
+        const ChunkInputs& in = shared.chunk.inputs[0];
         Gates gates = {};
         if (ahead) {
             gates = request_inputs(0, all);
@@ -172,16 +173,17 @@ struct Fold {
 #pragma unroll 1
                 for (int from = 0; from < all; from += CHUNK) {
                     if (!single) prepare(from);
-                    const bool fresh = !single || tile.first == 0;
-                    if (!tile.active()) {
-                        if (fresh) __syncthreads();
-                        continue;
+                    const int count = min(CHUNK, all - from);
+                    Sum products[BLOCKS] = {};
+                    if (tile.active()) {
+                        if (from == 0) {
+                            wait_copies();
+                            __syncwarp();
+                        }
+                        tile.read_chunk(in, count, products);
                     }
-                    if (from == 0) {
-                        wait_copies();
-                        __syncwarp();
-                    }
-                    tile.fold(shared.chunk.inputs[0], min(CHUNK, all - from), fresh, ONE_CHUNK || from + CHUNK >= all);
+                    if (!single || tile.first == 0) __syncthreads();  // the inverse
+                    if (tile.active()) tile.take_chunk(in, count, products, ONE_CHUNK || from + CHUNK >= all);
                     if (ONE_CHUNK) break;
                 }
                 if (!tile.active()) continue;

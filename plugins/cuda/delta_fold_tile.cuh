@@ -107,17 +107,19 @@ struct FoldTile : ChunkTile<false, true> {
     }
 
     // As ChunkTile's.
-    __device__ void fold(const ChunkInputs& in, int, bool fresh, bool last) {
+    __device__ void read_chunk(const ChunkInputs& in, int, Sum (&stored)[BLOCKS]) {
         Cursor at = begin(in);
         if (!holds) clear(at);
-        Sum stored[BLOCKS] = {};
         read(at, stored);
-        if (fresh) __syncthreads();
+    }
+    __device__ void take_chunk(const ChunkInputs& in, int, const Sum (&stored)[BLOCKS], bool last) {
         float u[BLOCKS][4];
         solve(in, stored, u);
         decay_to_end(u);
         Parts<3> parts[4];
         split_updates(u, parts);
+        Cursor at = begin(in);
+        at.move(PAIRS);
         write(at, in.from_start[CHUNK - 1], parts, READ_BITS == 8 || !last || !next_active(), last);
         holds = true;
     }

@@ -63,6 +63,20 @@ KERNEL barrier_of_half_warps(const int* in, int* out) {
     __syncwarp();
 }
 
+KERNEL barrier_at_two_places(const int* in, int* out) {
+    out[threadIdx.x] = in[threadIdx.x];
+    if (FAULT && threadIdx.x < 32)
+        __syncthreads();
+    else
+        __syncthreads();
+}
+
+KERNEL barrier_of_those_left(const int* in, int* out) {
+    out[threadIdx.x] = in[threadIdx.x];
+    if (FAULT && threadIdx.x < 32) return;
+    __syncthreads();
+}
+
 // Every block of a cluster of two reads what the other one stores.
 #if CLUSTER
 #define HEAD_CLUSTER __cluster_dims__(2, 1, 1)

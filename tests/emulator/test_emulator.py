@@ -60,6 +60,8 @@ ERRORS = {
     "hand_over": "barrier 1 is one of|no thread can go on",
     "barrier_of_half_a_block": "no thread can go on; there wait, of 64: .* for a barrier",
     "barrier_of_half_warps": "only lanes 0000ffff of warp . have come",
+    "barrier_at_two_places": r"thread .* is at another __syncthreads \(.*examples.cu:[1-9]",
+    "barrier_of_those_left": "without 32 threads, which have ended",
     "shared_of_cluster": "block [01] of the cluster, whose shared memory is read, has ended",
     "lane_beyond_the_mask": "__shfl_xor_sync with the mask 0000ffff, without lane",
     "lanes_that_have_ended": "which has ended|which have ended",

@@ -1,4 +1,6 @@
 // Where threads wait for each other: barriers of a block and of a cluster, and instructions of a warp.
+#include <string.h>
+
 #include "scheduler.h"
 
 namespace emulator {
@@ -15,9 +17,19 @@ void check_warps(const Barrier& barrier, Place place) {
                  block->warps[w].alive & ~barrier.lanes[w]);
 }
 
+// A block comes to __syncthreads as a whole, and at one place.
+void check_block(const Barrier& barrier, Place place) {
+    const int ended = launch->block_threads - block->alive;
+    if (ended) fail(place, "the block comes to __syncthreads without %d threads, which have ended", ended);
+    for (const Fiber* waiting : barrier.waiting)
+        if (waiting->place.line != place.line || strcmp(waiting->place.file, place.file))
+            fail(place, "thread %d is at another __syncthreads (%s:%d)", waiting->thread, waiting->place.file, waiting->place.line);
+}
+
 void release_if_full(Barrier& barrier, Place place) {
     if (barrier.arrived < (barrier.threads ? barrier.threads : block->alive)) return;
     check_warps(barrier, place);
+    if (!barrier.threads) check_block(barrier, place);
     for (Fiber* waiting : barrier.waiting) waiting->votes = barrier.votes, make_ready(waiting);
     barrier = {};
 }
