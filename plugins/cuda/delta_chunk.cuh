@@ -76,14 +76,13 @@ struct ChunkTile : TileEntries {
         else
             store_8_bytes(to, {words[0], words[1]});
     }
-    // To shared memory, if the state is there, and to the checkpoint, if no chunk follows.
-    __device__ void store_state(int from, bool last = true) {
+    // To the checkpoint, and to shared memory, if the state is there.
+    __device__ void store_state(int from) {
         if (!active()) return;
         const auto rows = [](int pitch, STATE* first, int n) { return first + n % 2 * 8 * pitch + n / 2 * 16; };
         if constexpr (SHARED)
 #pragma unroll
             for (int n = 0; n < 2 * HELD; ++n) store_vector<4>(rows(STAGED_PITCH, own_staged(from) + 16 * from, n), S[n / 2][n % 2]);
-        if (!last) return;
         STATE* state = w.t.state_out + w.state_at(row()) + 4 * t() + 16 * from;
 #pragma unroll
         for (int n = 0; n < 2 * HELD; ++n) store_four(rows(KEY_DIM, state, n), S[n / 2][n % 2]);
@@ -138,7 +137,7 @@ struct ChunkTile : TileEntries {
         }
     }
 
-    __device__ void update_state(const ChunkInputs& in, int count, float (&u)[BLOCKS][4], bool last = true) {
+    __device__ void update_state(const ChunkInputs& in, int count, float (&u)[BLOCKS][4]) {
         decay_to_end(u);
         Parts<3> parts[4];
         if constexpr (BF16_KEYS) split_updates(u, parts);
@@ -152,7 +151,7 @@ struct ChunkTile : TileEntries {
 #pragma unroll
                 for (int n = 0; n < BLOCKS; ++n)
                     if (8 * n < count) add_updates(in, n, from, u[n]);
-            if constexpr (IN_PARTS) store_state(from, last);
+            if constexpr (IN_PARTS) store_state(from);
         }
     }
     __device__ void decay_channels(int from) {
@@ -260,14 +259,13 @@ struct ChunkTile : TileEntries {
             multiply_state(in.k, count, pair, stored);
         }
     }
-    // ... and its update, for which the inverse is there, too. `last`: no other chunk follows.
-    __device__ void take_chunk(const ChunkInputs& in, int count, const Sum (&stored)[BLOCKS], bool last) {
+    // ... and its update, for which the inverse is there, too.
+    __device__ void take_chunk(const ChunkInputs& in, int count, const Sum (&stored)[BLOCKS]) {
         thread = opaque(int(threadIdx.x));
         float u[BLOCKS][4];
         solve(in, stored, u);
         thread = opaque(thread);
-        update_state(in, count, u, last);
-        holds = true;
+        update_state(in, count, u);
     }
 
     __device__ void run() {

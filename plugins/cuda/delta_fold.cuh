@@ -2,8 +2,8 @@
 //
 // A warp has 16 value rows of a head at a time. They are requested while a chunk is prepared, or while other warps are at work, and
 // read twice, for their products with the keys and for their update: no thread holds more than a few columns of them, so that more
-// blocks fit on a multiprocessor. Where a row has more entries than a chunk, which the engine's steps rarely have, a float32 state
-// waits in shared memory from chunk to chunk, and chunks are prepared anew for every tile.
+// blocks fit on a multiprocessor. Where a row has more entries than a chunk, which the engine's steps rarely have, the next chunk
+// finds a float32 state in the L2 cache, where the one before has left it.
 //
 // An fp8 copy is quantised from the rows while they are there. An nvfp4 copy waits for the whole head, of which the last rows are
 // there then; the others come back from the L2 cache.
@@ -42,15 +42,15 @@ struct Fold {
     __device__ static int warp() { return threadIdx.x / 32; }
     __device__ static int lane() { return threadIdx.x % 32; }
 
-    // The warp's rows of the tile of a head that begins at `first`, behind whatever the warp has done with those before.
-    __device__ void request(const Work& w, int first) const {
+    // Rows of the warp's, behind whatever it has done with those before.
+    __device__ void request(const STATE* rows) const {
         __syncwarp();
-        request_rows<16>(w.t.state + w.state_at(first + 16 * warp()), 0);
+        request_rows<16>(rows, 0);
     }
     // ROWS of them, from row `first` of those at `rows` on.
     template <int ROWS>
     __device__ void request_rows(const STATE* rows, int first) const {
-        const int row = first + lane() / STATE_LANES, column = lane() % STATE_LANES * STATE_UNIT;
+        const int lane = opaque(int(threadIdx.x)) % 32, row = first + lane / STATE_LANES, column = lane % STATE_LANES * STATE_UNIT;
         const STATE* from = opaque(rows + row * KEY_DIM + column);
 #pragma unroll
         for (int r = 0; r < ROWS; r += 32 / STATE_LANES)
@@ -88,16 +88,16 @@ struct Fold {
     // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. Rows of
     // the next tile, and in the end of the next head, are requested as room becomes free; before them that head's inputs, where they come
     // ahead.
-    __device__ void copy_head(Tile& tile, Gates& next_gates, int all, bool ahead) const {
+    __device__ void copy_head(Tile& tile, Gates& next_gates, int all) const {
         const HeadScale scale = head_scale(tile.w, tile.largest);
         tile.thread = opaque(int(threadIdx.x));
-        if (ahead && tile.w.n + 1 < HEADS_A_BLOCK) next_gates = request_inputs(tile.w.n + 1, all);
+        if (OVERLAPS && tile.w.n + 1 < HEADS_A_BLOCK) next_gates = request_inputs(tile.w.n + 1, 0, all);
 #pragma unroll 1
         for (tile.first -= TILE_VALUES; tile.first >= 0; tile.first -= TILE_VALUES) {
             const bool active = tile.active();
             if (!active && tile.first > 0) continue;
             const TileCopy copy = copy_of(tile, scale);
-            const STATE* next = active ? next_rows(tile) : nullptr;
+            const STATE* next = active ? next_quantised(tile) : nullptr;
 #pragma unroll 1
             for (int pass = 0; pass < TileCopy::PASSES; ++pass) {
                 wait_for_copies<TileCopy::PASSES - 1>();
@@ -109,92 +109,96 @@ struct Fold {
             }
         }
     }
-    // Inputs of head n, in a group of copies of their own.
-    __device__ Gates request_inputs(int n, int all) const {
+    // Inputs of head n, from entry `from` on, in a group of copies of their own.
+    __device__ Gates request_inputs(int n, int from, int all) const {
         const Work w = block.of_head(n);
+        const int count = ONE_CHUNK ? all : min(CHUNK, all - from);
         Chunk chunk{w, shared.chunk, false, opaque(int(threadIdx.x))};
-        chunk.request(shared.chunk.inputs[0], 0, all);
-        chunk.request_gates(0, all);
+        chunk.request(shared.chunk.inputs[0], from, count);
+        chunk.request_gates(from, count);
         end_copies();
         return {chunk.next_g, chunk.next_beta};
     }
-    // The warp's first rows of a head, if they exist, in as many groups as copy_head has for those of the next one.
-    __device__ void request_in_passes(const Work& w, bool exist) const {
+    // The warp's first rows, if they exist, in as many groups as copy_head has for those of the next head.
+    __device__ void request_in_passes(const STATE* rows, bool exist) const {
 #pragma unroll
         for (int pass = 0; pass < TileCopy::PASSES; ++pass) {
-            if (exist) request_rows<TileCopy::PASS_ROWS>(w.t.state + w.state_at(16 * warp()), TileCopy::PASS_ROWS * pass);
+            if (exist) request_rows<TileCopy::PASS_ROWS>(rows, TileCopy::PASS_ROWS * pass);
             end_copies();
         }
     }
-    // What the warp's rows in shared memory give way to, if there is something.
-    __device__ const STATE* next_rows(const Tile& tile) const {
-        if (tile.first > 0) return tile.w.t.state_out + tile.w.state_at(tile.first - TILE_VALUES + 16 * warp());
-        const int n = tile.w.n + 1;
-        if (n == HEADS_A_BLOCK || block.row.folded == 0) return nullptr;
-        const Work other = block.of_head(n);
-        return other.t.state + other.state_at(16 * warp());
+    // The warp's rows of the tile that begins at `first`: what the chunk at entry `from` finds.
+    __device__ const STATE* rows_at(const Work& w, int first, int from) const {
+        return (from > 0 ? w.t.state_out : w.t.state) + w.state_at(first + 16 * warp());
     }
-    __device__ void request_next_head(int n) const {
-        if (n < HEADS_A_BLOCK && block.row.folded > 0) request(block.of_head(n), 0);
+    // Its first rows of head n, if there are any.
+    __device__ const STATE* first_rows(int n) const {
+        return n < HEADS_A_BLOCK && block.row.folded > 0 ? rows_at(block.of_head(n), 0, 0) : nullptr;
+    }
+    // What its rows in shared memory give way to once they are folded, if there is something. `last`: no chunk follows. nvfp4's last
+    // tile has to be quantised first.
+    __device__ const STATE* next_folded(const Tile& tile, int from, bool last) const {
+        if (tile.next_active()) return tile.holds ? rows_at(tile.w, tile.first + TILE_VALUES, from) : nullptr;
+        return READ_BITS == 8 && last ? first_rows(tile.w.n + 1) : nullptr;
+    }
+    // ... and once they are quantised.
+    __device__ const STATE* next_quantised(const Tile& tile) const {
+        if (tile.first > 0) return tile.w.t.state_out + tile.w.state_at(tile.first - TILE_VALUES + 16 * warp());
+        return first_rows(tile.w.n + 1);
+    }
+
+    // What nobody has requested of a chunk, and what it derives of it.
+    __device__ void prepare(Tile& tile, Gates& gates, int from, int all) const {
+        const bool first = tile.w.n == 0 || from > 0, rows = tile.holds && tile.active();
+        if constexpr (OVERLAPS) {
+            if (first) {
+                if (from > 0) __syncthreads();  // all warps have done with the chunk before
+                gates = request_inputs(tile.w.n, from, all);
+                request_in_passes(rows_at(tile.w, 0, from), rows);
+            }
+        } else if (first && rows) {
+            request(rows_at(tile.w, 0, from));
+        }
+        tile.thread = opaque(int(threadIdx.x));
+        const int to = ONE_CHUNK ? all : min(from + CHUNK, all);
+        Chunk chunk{tile.w, shared.chunk, false, 0, gates.g, gates.beta};
+        if constexpr (OVERLAPS)
+            tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, from, to, all);
+        else
+            tile.prepare(chunk, 0, from, to, all);
     }
 
     __device__ void run() const {
-        const bool stored = block.row.folded > 0;
         const int all = block.row.history() + block.row.tokens;
-        const bool single = ONE_CHUNK || all <= CHUNK;
-        Work w = block.of_head(0);
-        const bool ahead = OVERLAPS && single;
-        Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
         const ChunkInputs& in = shared.chunk.inputs[0];
+        Work w = block.of_head(0);
+        Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
         Gates gates = {};
-        if (ahead) {
-            gates = request_inputs(0, all);
-            request_in_passes(w, stored && tile.active());
-        } else if (stored && tile.active()) {
-            request(w, 0);
-        }
 #pragma unroll 1
         for (; w.n < HEADS_A_BLOCK; ++w.n) {
-            Chunk chunk{w, shared.chunk, false, 0, gates.g, gates.beta};
-            const auto prepare = [&](int from) {
-                tile.thread = opaque(int(threadIdx.x));
-                tile.prepare(chunk, 0, from, min(from + CHUNK, all), all);
-            };
-            if (ahead) {
-                tile.thread = opaque(int(threadIdx.x));
-                tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, 0, all, all);
-            } else if (single) {
-                prepare(0);
-            }
-            tile.largest = 0.0f;
 #pragma unroll 1
-            for (tile.first = 0; tile.first < SLICE; tile.first += TILE_VALUES) {
-                tile.holds = stored;
+            for (int from = 0; from < all; from += CHUNK) {
+                tile.first = 0, tile.largest = 0.0f;
+                tile.holds = block.row.folded > 0 || from > 0;
+                prepare(tile, gates, from, all);
+                const bool last = ONE_CHUNK || from + CHUNK >= all;
 #pragma unroll 1
-                for (int from = 0; from < all; from += CHUNK) {
-                    if (!single) prepare(from);
-                    const int count = min(CHUNK, all - from);
+                for (; tile.first < SLICE; tile.first += TILE_VALUES) {
                     Sum products[BLOCKS] = {};
                     if (tile.active()) {
-                        if (from == 0) {
-                            wait_copies();
-                            __syncwarp();
-                        }
-                        tile.read_chunk(in, count, products);
+                        wait_copies();
+                        __syncwarp();
+                        tile.read_chunk(in, all - from, products);
                     }
-                    if (!single || tile.first == 0) __syncthreads();  // the inverse
-                    if (tile.active()) tile.take_chunk(in, count, products, ONE_CHUNK || from + CHUNK >= all);
-                    if (ONE_CHUNK) break;
+                    if (tile.first == 0) __syncthreads();  // the inverse
+                    if (!tile.active()) continue;
+                    tile.take_chunk(in, all - from, products);
+                    if (READ_BITS == 8 && last) copy_tile(tile);
+                    if (const STATE* rows = next_folded(tile, from, last)) request(rows);
                 }
-                if (!tile.active()) continue;
-                if constexpr (READ_BITS == 8) copy_tile(tile);
-                if (tile.next_active()) {
-                    if (stored) request(w, tile.first + TILE_VALUES);
-                } else if (READ_BITS == 8) {
-                    request_next_head(w.n + 1);
-                }
+                if (ONE_CHUNK) break;
             }
-            if constexpr (READ_BITS == 4) copy_head(tile, gates, all, ahead);
+            if constexpr (READ_BITS == 4) copy_head(tile, gates, all);
         }
     }
 };

@@ -72,7 +72,7 @@ struct FoldTile : ChunkTile<false, true> {
     }
 
     // As update_state, from behind the last block. `keeps`: the new state is wanted in shared memory, too.
-    __device__ void write(Cursor at, float decay, const Parts<3> (&u)[4], bool keeps, bool last) {
+    __device__ void write(Cursor at, float decay, const Parts<3> (&u)[4], bool keeps) {
         STATE* out = opaque(w.t.state_out + w.state_at(row()) + 4 * t() + KEY_DIM);
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {
@@ -97,7 +97,6 @@ struct FoldTile : ChunkTile<false, true> {
             for (int n = 0; n < 2 * WRITTEN_TOGETHER; ++n) {
                 const float(&four)[4] = x[n / 2][n % 2];
                 if (keeps) store_vector<4>(at.columns(n / 2, n % 2), four);
-                if (!last) continue;
                 store_four(out + n / 2 * 16 + n % 2 * 8 * KEY_DIM, four);
                 if constexpr (READ_BITS == 4)
                     largest = larger_magnitude(largest, larger_magnitude(larger_magnitude(four[0], four[1]),
@@ -112,7 +111,7 @@ struct FoldTile : ChunkTile<false, true> {
         if (!holds) clear(at);
         read(at, stored);
     }
-    __device__ void take_chunk(const ChunkInputs& in, int, const Sum (&stored)[BLOCKS], bool last) {
+    __device__ void take_chunk(const ChunkInputs& in, int, const Sum (&stored)[BLOCKS]) {
         float u[BLOCKS][4];
         solve(in, stored, u);
         decay_to_end(u);
@@ -120,7 +119,6 @@ struct FoldTile : ChunkTile<false, true> {
         split_updates(u, parts);
         Cursor at = begin(in);
         at.move(PAIRS);
-        write(at, in.from_start[CHUNK - 1], parts, READ_BITS == 8 || !last || !next_active(), last);
-        holds = true;
+        write(at, in.from_start[CHUNK - 1], parts, READ_BITS == 8 || !next_active());
     }
 };
