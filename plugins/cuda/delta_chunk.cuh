@@ -130,7 +130,7 @@ struct ChunkTile : TileEntries {
             for (int e = 0; e < 4; ++e) {
                 const int j = 8 * m + element_entry(e);
                 if (j < first_output || j >= count) continue;
-                const float decay = PER_CHANNEL ? 1.0f : in.from_start[j];
+                const float decay = PER_CHANNEL ? 1.0f : in.gates[0].from_start[j];
                 const float o = shared.q_norm[j] * fmaf(decay, stored[0].get(e), pairs.get(e));
                 w.o(from + j - w.row.history())[row() + 8 * (e / 2)] = from_float<ACT>(o);
             }
@@ -180,14 +180,14 @@ struct ChunkTile : TileEntries {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     float& x = S[p][e / 2][b + 2 * (e % 2)];
-                    x = fmaf(x, PER_CHANNEL || n > 0 ? 1.0f : in.from_start[CHUNK - 1], sum.v[e]);
+                    x = fmaf(x, PER_CHANNEL || n > 0 ? 1.0f : chunk_decay(in), sum.v[e]);
                 }
             }
         }
     }
     // The same with bfloat16 keys.
     __device__ void add_updates(const ChunkInputs& in, int from, const Parts<3> (&u)[4]) {
-        const float decay = in.from_start[CHUNK - 1];
+        const float decay = chunk_decay(in);
         const STAGED* keys = &in.k[t()][2 * g() + 16 * from];
 #pragma unroll
         for (int p = 0; p < HELD; ++p) {

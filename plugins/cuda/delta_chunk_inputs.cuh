@@ -37,9 +37,11 @@ constexpr bool FOLDS_BF16 = FOLDS_APART && BF16_KEYS && KEY_DIM % 64 == 0 && SLI
 constexpr bool AHEAD = NARROW && TOKENS == 0;
 constexpr int INPUT_STAGES = AHEAD ? 2 : 1;
 constexpr int KEY_PIECE = FOLDS_BF16 ? 16 : 8;  // 16-bit columns that a thread has side by side
+// Heads of a block have the same keys: a fold of bfloat16 keys prepares a chunk for all of them at once.
+constexpr int PREPARED_HEADS = FOLDS_BF16 ? HEADS_A_BLOCK : 1;
+static_assert(HEADS_PER_KEY % PREPARED_HEADS == 0 && PREPARED_HEADS * CHUNK <= 32, "a lane an entry of a head");
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int KEY_STRIDE = KEY_DIM + (FOLDS_BF16 ? 8 : NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4;
-constexpr int INVERSE_STRIDE = 2 * CHUNK;
 
 // With a read copy, steps have been answered before entries are staged.
 constexpr bool STAGES_QUERIES = !COPIED || TOKENS == 0;
@@ -53,23 +55,32 @@ struct StagedQueries<false> {
     static constexpr STAGED (*q)[KEY_STRIDE] = nullptr;
 };
 
-struct ChunkInputs : StagedQueries<STAGES_QUERIES> {
-    STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done; FOLDS_BF16: see interleave
-    STAGED v[CHUNK][VALUE_STRIDE];
+// Of a head's entries.
+struct ChunkGates {
     double log_decay[CHUNK];                  // G where decays are scalars, in double since differences of it count
     float from_start[CHUNK], to_end[CHUNK];  // exp(G), exp(G_last - G) of it
     float beta[CHUNK];
+};
+struct ChunkInputs : StagedQueries<STAGES_QUERIES> {
+    STAGED k[CHUNK][KEY_STRIDE];  // with decays per channel: times exp(G) once the pairs are done; FOLDS_BF16: see interleave
+    STAGED v[CHUNK][VALUE_STRIDE];
+    ChunkGates gates[PREPARED_HEADS];
+};
+
+// A head's triangular system.
+struct ChunkSystem {
+    // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j; then the inverse (ChunkPairs::invert).
+    alignas(16) float matrix[CHUNK][CHUNK];
+    // Of entries 8 n + t and 8 n + t + 4, [4 n + t]: the norm of k times exp(G), of both, and exp(G_last - G).
+    alignas(16) float gains[CHUNK / 2][4];
 };
 
 struct ChunkShared {
     ChunkInputs inputs[INPUT_STAGES];
     alignas(16) float decay[PER_CHANNEL ? CHUNK : 1][PER_CHANNEL ? KEY_STRIDE : 4];  // exp(g), then k exp(G_last - G)
     float last[PER_CHANNEL ? KEY_STRIDE : 4];                                         // exp(G_last) per channel
-    alignas(16) float kk[CHUNK][CHUNK];  // [j][i]: k_j . exp(G_j - G_i) k_i, zero for i >= j
+    ChunkSystem systems[PREPARED_HEADS];
     float qk[STAGES_QUERIES ? CHUNK : 1][PAIR_STRIDE];  // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
-    alignas(16) float inverse[CHUNK][INVERSE_STRIDE];  // of the triangular system (ChunkPairs::invert)
-    // Of entries 8 n + t and 8 n + t + 4, [4 n + t]: the norm of k times exp(G), of both, and exp(G_last - G).
-    alignas(16) float gains[CHUNK / 2][4];
     float k_norm[CHUNK], q_norm[CHUNK];  // what k and q are to be multiplied by
 };
 
@@ -116,7 +127,7 @@ struct Chunk {
     ChunkShared& shared;
     bool appends;             // tokens are appended to the ring in this pass
     int thread;               // threadIdx.x
-    float next_g, next_beta;  // of lane j of the last warp: what entry j of the chunk on its way has in memory
+    float next_g, next_beta;  // of a lane of the last warp: what its entry of the chunk on its way has in memory
 
     __device__ int warp() const { return thread / 32; }
     __device__ int lane() const { return thread % 32; }
@@ -132,7 +143,6 @@ struct Chunk {
         const bool exists = at < count, is_token = token >= 0;
         if constexpr (NARROW) {
             const void* k = is_token ? w.k(token) : static_cast<const void*>(w.t.ring_k + w.ring_k_at(row));
-            const void* v = is_token ? w.v(token) : static_cast<const void*>(w.t.ring_v + w.ring_v_at(row));
             const ACT* q = w.q(is_token ? token : 0);
 #pragma unroll
             for (int c = KEY_PIECE * part; c < KEY_DIM; c += KEY_PIECE * ENTRY_LANES)
@@ -141,8 +151,7 @@ struct Chunk {
                     copy_16_bytes(&in.k[at][n], static_cast<const STAGED*>(k) + n, exists);
                     if constexpr (STAGES_QUERIES) copy_16_bytes(&in.q[at][n], q + n, exists && is_token);
                 }
-#pragma unroll
-            for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&in.v[at][r], static_cast<const STAGED*>(v) + r, exists);
+            request_values(in, from, count);
         } else if (is_token) {
             copy_converted(in, at, part, exists, w.k(token), w.q(token), w.v(token));
             if constexpr (PER_CHANNEL) stage_decays(at, part, exists, token);
@@ -151,6 +160,15 @@ struct Chunk {
             copy_converted(in, at, part, exists, w.t.ring_k + w.ring_k_at(row), no_queries, w.t.ring_v + w.ring_v_at(row));
             if constexpr (PER_CHANNEL) stage_ring_decays(at, part, exists, row);
         }
+    }
+
+    // 16-bit values alone.
+    __device__ void request_values(ChunkInputs& in, int from, int count) const {
+        const int at = thread / ENTRY_LANES, part = thread % ENTRY_LANES;
+        const int token = from + at - w.row.history();
+        const void* v = token >= 0 ? w.v(token) : static_cast<const void*>(w.t.ring_v + w.ring_v_at(w.history_row(from + at)));
+#pragma unroll
+        for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&in.v[at][r], static_cast<const STAGED*>(v) + r, at < count);
     }
 
     // Of every 16 columns, 4 t and 4 t + 1 (t = 0 ... 3) come first, and then the others, so that a lane of an accumulator of
@@ -232,40 +250,45 @@ struct Chunk {
         store_vector<4>(&shared.decay[PER_CHANNEL ? at : 0][c], g);
     }
 
-    // A lane an entry of the last warp: the scalars, in memory and as the chunk needs them.
+    // A lane an entry of a head in the last warp: the scalars, in memory and as the chunk needs them.
+    __device__ bool has_gates() const { return warp() == WARPS - 1 && lane() < PREPARED_HEADS * CHUNK; }
+    __device__ Work work_of_gates() const { return PREPARED_HEADS > 1 ? w.of_head(lane() / CHUNK) : w; }
     __device__ void request_gates(int from, int count) {
-        const int token = from + lane() - w.row.history(), row = w.history_row(from + lane());
-        if (warp() != WARPS - 1 || lane() >= count) return;
-        next_beta = token < 0 ? w.t.ring_beta[w.ring_beta_at(row)] : w.beta_logit(token);
-        if constexpr (!PER_CHANNEL) next_g = token < 0 ? w.t.ring_g[w.ring_g_at(row)] : w.decay_logit(token, 0);
+        const int at = lane() % CHUNK, token = from + at - w.row.history(), row = w.history_row(from + at);
+        if (!has_gates() || at >= count) return;
+        const Work own = work_of_gates();
+        next_beta = token < 0 ? own.t.ring_beta[own.ring_beta_at(row)] : own.beta_logit(token);
+        if constexpr (!PER_CHANNEL) next_g = token < 0 ? own.t.ring_g[own.ring_g_at(row)] : own.decay_logit(token, 0);
     }
     __device__ void finish_gates(ChunkInputs& in, int from, int count) {
         if (warp() != WARPS - 1) return;
-        const int at = lane(), token = from + at - w.row.history();
+        const int at = lane() % CHUNK, token = from + at - w.row.history();
+        ChunkGates& gates = in.gates[PREPARED_HEADS > 1 ? lane() / CHUNK : 0];
         float g = 0.0f, beta = 0.0f;
-        if (at < count) {
-            g = PER_CHANNEL ? 0.0f : token < 0 ? next_g : w.log_decay(next_g, 0);
-            beta = token < 0 ? next_beta : w.beta(next_beta);
-            if (token >= 0 && appends && w.leads_head()) {
-                w.t.ring_beta_out[w.ring_beta_at(w.append_row(token))] = beta;
-                if constexpr (!PER_CHANNEL) w.t.ring_g_out[w.ring_g_at(w.append_row(token))] = g;
+        if (has_gates() && at < count) {
+            const Work own = work_of_gates();
+            g = PER_CHANNEL ? 0.0f : token < 0 ? next_g : own.log_decay(next_g, 0);
+            beta = token < 0 ? next_beta : own.beta(next_beta);
+            if (token >= 0 && appends && own.leads_head()) {
+                own.t.ring_beta_out[own.ring_beta_at(own.append_row(token))] = beta;
+                if constexpr (!PER_CHANNEL) own.t.ring_g_out[own.ring_g_at(own.append_row(token))] = g;
             }
         }
         if constexpr (!PER_CHANNEL) {
             double sum = g;
 #pragma unroll
             for (int offset = 1; offset < CHUNK; offset *= 2) {
-                const double other = __shfl_up_sync(~0u, sum, offset);
+                const double other = __shfl_up_sync(~0u, sum, offset, CHUNK);
                 if (at >= offset) sum += other;
             }
-            const double last = __shfl_sync(~0u, sum, CHUNK - 1);
-            if (at < CHUNK) {
-                in.log_decay[at] = sum;
-                in.from_start[at] = expf(float(sum));
-                in.to_end[at] = expf(float(last - sum));
+            const double last = __shfl_sync(~0u, sum, CHUNK - 1, CHUNK);
+            if (has_gates()) {
+                gates.log_decay[at] = sum;
+                gates.from_start[at] = expf(float(sum));
+                gates.to_end[at] = expf(float(last - sum));
             }
         }
-        if (at < CHUNK) in.beta[at] = beta;
+        if (has_gates()) gates.beta[at] = beta;
     }
 
     // The chunk's tokens to the ring, by the threads that staged them.

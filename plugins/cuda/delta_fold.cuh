@@ -31,14 +31,13 @@ struct FoldTiles<true> {
     typedef FoldTile<bf16> type;
 };
 
-// A head's inputs come ahead of its first rows, which arrive while the inputs are prepared.
-constexpr bool OVERLAPS = FOLDS_BF16 && READ_BITS == 4;
-
 struct Fold {
     typedef FoldTiles<FOLDS_BF16>::type Tile;
     const Work& block;
     FoldShared& shared;
 
+    __device__ int entries() const { return block.row.history() + block.row.tokens; }
+    __device__ bool single() const { return ONE_CHUNK || entries() <= CHUNK; }  // one chunk is all of them
     __device__ static int warp() { return threadIdx.x / 32; }
     __device__ static int lane() { return threadIdx.x % 32; }
 
@@ -81,17 +80,12 @@ struct Fold {
 #pragma unroll 1
         for (int pass = 0; pass < TileCopy::PASSES; ++pass) copy.store(shared.rows[warp()], pass);
     }
-    // Of a lane's entry, as a chunk that has requested them holds them.
-    struct Gates {
-        float g, beta;
-    };
     // The copy of the warp's rows of a head that is folded, of nvfp4, from the last tile, which is still there, to the first. Rows of
-    // the next tile, and in the end of the next head, are requested as room becomes free; before them that head's inputs, where they come
-    // ahead.
-    __device__ void copy_head(Tile& tile, Gates& next_gates, int all) const {
+    // the next tile, and in the end of the next head, are requested as room becomes free, before them that head's values.
+    __device__ void copy_head(Tile& tile) const {
         const HeadScale scale = head_scale(tile.w, tile.largest);
         tile.thread = opaque(int(threadIdx.x));
-        if (OVERLAPS && tile.w.n + 1 < HEADS_A_BLOCK) next_gates = request_inputs(tile.w.n + 1, 0, all);
+        if (PREPARED_HEADS > 1 && tile.w.n + 1 < HEADS_A_BLOCK && single()) request_values(tile.w.n + 1);
 #pragma unroll 1
         for (tile.first -= TILE_VALUES; tile.first >= 0; tile.first -= TILE_VALUES) {
             const bool active = tile.active();
@@ -109,16 +103,6 @@ struct Fold {
             }
         }
     }
-    // Inputs of head n, from entry `from` on, in a group of copies of their own.
-    __device__ Gates request_inputs(int n, int from, int all) const {
-        const Work w = block.of_head(n);
-        const int count = ONE_CHUNK ? all : min(CHUNK, all - from);
-        Chunk chunk{w, shared.chunk, false, opaque(int(threadIdx.x))};
-        chunk.request(shared.chunk.inputs[0], from, count);
-        chunk.request_gates(from, count);
-        end_copies();
-        return {chunk.next_g, chunk.next_beta};
-    }
     // The warp's first rows, if they exist, in as many groups as copy_head has for those of the next head.
     __device__ void request_in_passes(const STATE* rows, bool exist) const {
 #pragma unroll
@@ -131,9 +115,9 @@ struct Fold {
     __device__ const STATE* rows_at(const Work& w, int first, int from) const {
         return (from > 0 ? w.t.state_out : w.t.state) + w.state_at(first + 16 * warp());
     }
-    // Its first rows of head n, if there are any.
+    // Its first rows of head n, if there are any that can come ahead of its inputs.
     __device__ const STATE* first_rows(int n) const {
-        return n < HEADS_A_BLOCK && block.row.folded > 0 ? rows_at(block.of_head(n), 0, 0) : nullptr;
+        return n < HEADS_A_BLOCK && block.row.folded > 0 && single() ? rows_at(block.of_head(n), 0, 0) : nullptr;
     }
     // What its rows in shared memory give way to once they are folded, if there is something. `last`: no chunk follows. nvfp4's last
     // tile has to be quantised first.
@@ -147,58 +131,65 @@ struct Fold {
         return first_rows(tile.w.n + 1);
     }
 
-    // What nobody has requested of a chunk, and what it derives of it.
-    __device__ void prepare(Tile& tile, Gates& gates, int from, int all) const {
-        const bool first = tile.w.n == 0 || from > 0, rows = tile.holds && tile.active();
-        if constexpr (OVERLAPS) {
-            if (first) {
-                if (from > 0) __syncthreads();  // all warps have done with the chunk before
-                gates = request_inputs(tile.w.n, from, all);
-                request_in_passes(rows_at(tile.w, 0, from), rows);
-            }
-        } else if (first && rows) {
-            request(rows_at(tile.w, 0, from));
-        }
+    // The head's values, where the rest of its only chunk has been prepared with that of another head.
+    __device__ void request_values(int n) const {
+        Chunk{block.of_head(n), shared.chunk, false, opaque(int(threadIdx.x))}.request_values(shared.chunk.inputs[0], 0, entries());
+        end_copies();
+    }
+    // A chunk's inputs, the warp's first rows if nobody has requested them, and what the chunk derives of its inputs, while rows arrive.
+    __device__ void prepare(Tile& tile, int from) const {
+        const bool rows = tile.holds && tile.active();
+        const int count = ONE_CHUNK ? entries() : min(CHUNK, entries() - from);
         tile.thread = opaque(int(threadIdx.x));
-        const int to = ONE_CHUNK ? all : min(from + CHUNK, all);
-        Chunk chunk{tile.w, shared.chunk, false, 0, gates.g, gates.beta};
-        if constexpr (OVERLAPS)
-            tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, from, to, all);
-        else
-            tile.prepare(chunk, 0, from, to, all);
+        Chunk chunk{tile.w, shared.chunk, false, tile.thread};
+        if constexpr (FOLDS_BF16) {
+            if (tile.w.n > 0 || from > 0) __syncthreads();  // all warps have done with the chunk before
+            chunk.request(shared.chunk.inputs[0], from, count);
+            chunk.request_gates(from, count);
+            end_copies();
+            request_in_passes(rows_at(tile.w, 0, from), rows);
+            tile.thread = opaque(int(threadIdx.x));
+            tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, from, from + count, entries());
+        } else {
+            if (rows && !(tile.w.n > 0 && single())) request(rows_at(tile.w, 0, from));
+            tile.prepare(chunk, 0, from, from + count, entries());
+        }
     }
 
     __device__ void run() const {
-        const int all = block.row.history() + block.row.tokens;
         const ChunkInputs& in = shared.chunk.inputs[0];
         Work w = block.of_head(0);
         Tile tile{w, shared.chunk, 0, int(threadIdx.x), false, shared.rows[0][0]};
-        Gates gates = {};
 #pragma unroll 1
         for (; w.n < HEADS_A_BLOCK; ++w.n) {
 #pragma unroll 1
-            for (int from = 0; from < all; from += CHUNK) {
+            for (int from = 0; from < entries(); from += CHUNK) {
+                const bool last = ONE_CHUNK || from + CHUNK >= entries();
                 tile.first = 0, tile.largest = 0.0f;
                 tile.holds = block.row.folded > 0 || from > 0;
-                prepare(tile, gates, from, all);
-                const bool last = ONE_CHUNK || from + CHUNK >= all;
+                if (PREPARED_HEADS == 1 || w.n == 0 || !single()) {
+                    prepare(tile, from);
+                } else if (READ_BITS == 8) {
+                    __syncthreads();  // all warps have done with the values before
+                    request_values(w.n);
+                }
 #pragma unroll 1
                 for (; tile.first < SLICE; tile.first += TILE_VALUES) {
+                    wait_copies();
                     Sum products[BLOCKS] = {};
                     if (tile.active()) {
-                        wait_copies();
                         __syncwarp();
-                        tile.read_chunk(in, all - from, products);
+                        tile.read_chunk(in, entries() - from, products);
                     }
-                    if (tile.first == 0) __syncthreads();  // the inverse
+                    if (tile.first == 0) __syncthreads();  // the inverse and values
                     if (!tile.active()) continue;
-                    tile.take_chunk(in, all - from, products);
+                    tile.take_chunk(in, entries() - from, products);
                     if (READ_BITS == 8 && last) copy_tile(tile);
                     if (const STATE* rows = next_folded(tile, from, last)) request(rows);
                 }
                 if (ONE_CHUNK) break;
             }
-            if constexpr (READ_BITS == 4) copy_head(tile, gates, all);
+            if constexpr (READ_BITS == 4) copy_head(tile);
         }
     }
 };

@@ -119,6 +119,6 @@ struct FoldTile : ChunkTile<false, true> {
         split_updates(u, parts);
         Cursor at = begin(in);
         at.move(PAIRS);
-        write(at, in.from_start[CHUNK - 1], parts, READ_BITS == 8 || !next_active());
+        write(at, chunk_decay(in), parts, READ_BITS == 8 || !next_active());
     }
 };

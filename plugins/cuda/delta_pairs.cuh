@@ -7,13 +7,15 @@ struct ChunkPairs {
     ChunkShared& shared;
     ChunkInputs& in;
 
-    // ---- scalar decays: a warp for 8 columns i of either matrix ----------------------------------------------------------
+    // ---- scalar decays: a warp for 8 columns i of a head's matrix, or of that of queries ------------------------------------
 
     // Norms come from the diagonals of K K^T and Q Q^T.
     __device__ void multiply(bool outputs) {
         const int n = chunk.warp() % BLOCKS, g = chunk.g(), t = chunk.t();
-        const bool is_output = chunk.warp() >= BLOCKS;
-        if (chunk.warp() >= (outputs ? 2 : 1) * BLOCKS) return;
+        const int matrix = chunk.warp() / BLOCKS, head = PREPARED_HEADS > 1 ? matrix : 0;
+        const bool is_output = PREPARED_HEADS == 1 && matrix > 0;
+        if (matrix >= (outputs ? 2 : PREPARED_HEADS)) return;
+        const double* log_decay = in.gates[head].log_decay;
         const STAGED(*rows)[KEY_STRIDE] = is_output ? in.q : in.k;
         float products[4], squares[4];
         multiply_rows(rows, n, is_output, products, squares);
@@ -21,13 +23,13 @@ struct ChunkPairs {
         for (int e = 0; e < 4; ++e) {
             const int j = g + 8 * (e / 2), i = 8 * n + 2 * t + e % 2;
             if (j >= CHUNK) continue;
-            const float decay = expf(fminf(float(in.log_decay[j] - in.log_decay[i]), 0.0f));
+            const float decay = expf(fminf(float(log_decay[j] - log_decay[i]), 0.0f));
             if (is_output) {
                 shared.qk[j][i] = i <= j ? products[e] * decay : 0.0f;
                 if (NARROW && i == j) shared.q_norm[j] = rsqrtf(squares[e] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
             } else {
-                shared.kk[j][i] = i < j ? products[e] * decay : 0.0f;
-                if (NARROW && i == j) shared.k_norm[j] = rsqrtf(products[e] + NORM_EPSILON);
+                shared.systems[head].matrix[j][i] = i < j ? products[e] * decay : 0.0f;
+                if (NARROW && i == j && head == 0) shared.k_norm[j] = rsqrtf(products[e] + NORM_EPSILON);
             }
         }
     }
@@ -99,7 +101,7 @@ struct ChunkPairs {
         for (int m = 0; m < PART; m += 4) load_vector<4>(&in.k[i][column(m)], carried + m);
         for (int j = l; j < CHUNK; j += ENTRY_LANES)
             if (j < warp_first || j >= count) {
-                shared.kk[j][i] = 0.0f;
+                shared.systems[0].matrix[j][i] = 0.0f;
                 if (OUTPUTS) shared.qk[j][i] = 0.0f;
             }
 #pragma unroll 2
@@ -123,7 +125,7 @@ struct ChunkPairs {
             float sums[2] = {(k_sums[0] + k_sums[1]) + (k_sums[2] + k_sums[3]), (q_sums[0] + q_sums[1]) + (q_sums[2] + q_sums[3])};
             sum_all<ENTRY_LANES>(sums);
             if (l != 0) continue;
-            shared.kk[j][i] = i < j ? sums[0] : 0.0f;
+            shared.systems[0].matrix[j][i] = i < j ? sums[0] : 0.0f;
             if (OUTPUTS) shared.qk[j][i] = i <= j ? sums[1] : 0.0f;
         }
     }
@@ -153,17 +155,19 @@ struct ChunkPairs {
 
     // ---- the triangular system ---------------------------------------------------------------------------------------------
 
-    // Its inverse, a lane a column c, by the first warp: what values and reads leave of an entry (TileEntries::solve) is multiplied by the
-    // columns, which take up beta, and becomes u times the norm of k. In the order of an accumulator's entries (delta_chunk.cuh), a row has
-    // the upper tf32 parts of every two columns and then their lower ones.
+    // Its inverse, which takes its place, a lane a column c of a head's, by the first warp: what values and reads leave of an entry
+    // (TileEntries::solve) is multiplied by the columns, which take up beta, and becomes u times the norm of k. The columns of a row are
+    // in the order of an accumulator's entries (delta_chunk.cuh).
     __device__ void invert() {
-        if (threadIdx.x >= CHUNK) return;
-        const int c = chunk.thread;
-        const float beta = in.beta[c];
-        float* column = &shared.inverse[0][c / 8 * 16 + c % 4 * 4 + c / 4 % 2];
-        float* gains = &shared.gains[c / 8 * 4 + c % 4][c / 4 % 2];
-        gains[0] = shared.k_norm[c] * (PER_CHANNEL ? 1.0f : in.from_start[c]);
-        gains[2] = PER_CHANNEL ? 1.0f : in.to_end[c];
+        constexpr int LANES = PREPARED_HEADS * CHUNK;
+        if (threadIdx.x >= LANES) return;
+        const int c = chunk.thread % CHUNK, head = PREPARED_HEADS > 1 ? chunk.thread / CHUNK : 0;
+        const ChunkGates& gates = in.gates[head];
+        ChunkSystem& system = shared.systems[head];
+        const float beta = gates.beta[c];
+        float* gains = &system.gains[c / 8 * 4 + c % 4][c / 4 % 2];
+        gains[0] = shared.k_norm[c] * (PER_CHANNEL ? 1.0f : gates.from_start[c]);
+        gains[2] = PER_CHANNEL ? 1.0f : gates.to_end[c];
         float u[CHUNK];
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
@@ -172,14 +176,16 @@ struct ChunkPairs {
 #pragma unroll
             for (int j = 0; j < i; j += 4) {
                 float pairs[4];
-                load_vector<4>(&shared.kk[i][j], pairs);
+                load_vector<4>(&system.matrix[i][j], pairs);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (j + e < i) sum = fmaf(pairs[e], u[j + e], sum);
             }
-            u[i] = fmaf(-in.beta[i] * norm * norm, sum, i == c ? norm : 0.0f);
-            const float x = __fmul_rn(u[i], beta), upper = tf32_part(x);
-            column[i * INVERSE_STRIDE] = upper, column[i * INVERSE_STRIDE + 2] = x - upper;
+            u[i] = fmaf(-gates.beta[i] * norm * norm, sum, i == c ? norm : 0.0f);
         }
+        __syncwarp(u32((1ull << LANES) - 1));
+        float* column = &system.matrix[0][c / 8 * 8 + c % 4 * 2 + c / 4 % 2];
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) column[i * CHUNK] = __fmul_rn(u[i], beta);
     }
 };

@@ -20,6 +20,11 @@ struct TileEntries {
     __device__ int column_entry() const { return g() / 2 + 4 * (g() % 2); }
     __device__ int element_entry(int e) const { return t() + 4 * (e % 2); }
 
+    // What has been prepared of the head.
+    __device__ int prepared() const { return PREPARED_HEADS > 1 ? w.n : 0; }
+    __device__ const ChunkSystem& system() const { return shared.systems[prepared()]; }
+    __device__ float chunk_decay(const ChunkInputs& in) const { return in.gates[prepared()].from_start[CHUNK - 1]; }
+
     // sum_i x_i row[i] over the 8 entries of an accumulator.
     __device__ void add_entries(Sum& sum, const float (&x)[4], const float* row) const {
         sum.add<false>({x[0], x[2], x[1], x[3]}, row[t()], row[t() + 4]);
@@ -46,7 +51,7 @@ struct TileEntries {
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) {
             float gains[2];
-            load_vector<2>(shared.gains[4 * n + t()], gains);
+            load_vector<2>(system().gains[4 * n + t()], gains);
 #pragma unroll
             for (int e = 0; e < 4; ++e) r[n][e] = fmaf(-gains[e % 2], stored[n].get(e), r[n][e]);
         }
@@ -56,11 +61,9 @@ struct TileEntries {
 #pragma unroll
             for (int n = 0; n <= m; ++n) {
                 const Split a(r[n][0], r[n][2], r[n][1], r[n][3]);
-                float w[4];
-                load_vector<4>(&shared.inverse[8 * m + column_entry()][16 * n + 4 * t()], w);
-                mma_tf32(solved.rest, a.low, w[0], w[1]);
-                mma_tf32(solved.rest, a.high, w[2], w[3]);
-                mma_tf32(solved.upper, a.high, w[0], w[1]);
+                float inverse[2];
+                load_vector<2>(&system().matrix[8 * m + column_entry()][8 * n + 2 * t()], inverse);
+                solved.add<false>(a, inverse[0], inverse[1]);
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e) u[m][e] = solved.get(e);
@@ -73,7 +76,7 @@ struct TileEntries {
 #pragma unroll
             for (int n = 0; n < BLOCKS; ++n) {
                 float gains[2];
-                load_vector<2>(&shared.gains[4 * n + t()][2], gains);
+                load_vector<2>(&system().gains[4 * n + t()][2], gains);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) u[n][e] = __fmul_rn(u[n][e], gains[e % 2]);
             }
