@@ -99,8 +99,7 @@ struct FoldTile : ChunkTile<false, true> {
                 if (keeps) store_vector<4>(at.columns(n / 2, n % 2), four);
                 store_four(out + n / 2 * 16 + n % 2 * 8 * KEY_DIM, four);
                 if constexpr (READ_BITS == 4)
-                    largest = larger_magnitude(largest, larger_magnitude(larger_magnitude(four[0], four[1]),
-                                                                         larger_magnitude(four[2], four[3])));
+                    largest = largest_of(largest, larger_magnitude(four[0], four[1]), larger_magnitude(four[2], four[3]));
             }
         }
     }
