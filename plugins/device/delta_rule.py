@@ -34,7 +34,7 @@ TILE_ROWS = 64
 #: Longest step whose inputs leave shared memory for two heads of a block.
 MOST_TOKENS_OF_TWO_HEADS = 4
 #: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling; one more where
-#: a fold takes a single chunk.
+#: a fold takes a single chunk, and of four bfloat16 tokens with a short window.
 COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
@@ -170,7 +170,8 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
     if shape.read_dtype != "same" and not shape.per_channel and activation.itemsize == 2:
         one_chunk = read_tokens == 1 and shape.ring_rows <= CHUNK
         most = COPY_BLOCKS_AN_SM[read_tokens] if one_chunk or state == torch.float32 else 2
-        return most + 1 if one_chunk else most
+        four = read_tokens == 4 and shape.window <= CHUNK and (activation, state) == (torch.bfloat16, torch.float32)
+        return most + 1 if one_chunk or four else most
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
     copied = shape.read_dtype != "same" and (state.itemsize == 2 or read_tokens == READ_TOKENS[-1])
