@@ -83,7 +83,7 @@ def run_kinds(options: argparse.Namespace) -> None:
     from benchmarks import plots, report
     from benchmarks.measure import measure
     from benchmarks.ours import Fp8Reads, Nvfp4Reads, Replay, Standard
-    from benchmarks.peers import delta_rule, loader, mamba2
+    from benchmarks.peers import delta_rule, flashinfer_gdn, loader, mamba2
     from benchmarks.subject import Subject
     from trtllm_replayssm.tuning.timing import Timer
 
@@ -97,7 +97,7 @@ def run_kinds(options: argparse.Namespace) -> None:
     for case in cases(options):
         subjects: dict[str, type[Subject]] = {report.OURS: Replay, report.STANDARD: Standard}
         subjects |= {report.READS["fp8"]: Fp8Reads, report.READS["nvfp4"]: Nvfp4Reads}
-        subjects.update(mamba2.PEERS if case.kind == "mamba2" else delta_rule.PEERS)
+        subjects.update(mamba2.PEERS if case.kind == "mamba2" else {**delta_rule.PEERS, **flashinfer_gdn.PEERS})
         chosen = {name: subject for name, subject in subjects.items() if not options.only or name in options.only}
         for result in measure(case, chosen, timer, run.copy_tb_s):
             run.results.append(result)

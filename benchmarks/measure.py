@@ -15,8 +15,7 @@ from benchmarks.problem import Problem
 from benchmarks.subject import Subject, Unavailable, Unsuited
 from trtllm_replayssm.tuning.timing import Timer, launches_for
 
-#: Rows of a check, and the largest relative error of its outputs, by the dtype of the state; activations have 16 bits.
-CHECKED_ROWS = 3
+#: Largest relative error of the outputs of a check, by the dtype of the state; activations have 16 bits.
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -55,7 +54,7 @@ def measure(
         state = str(case.state).removeprefix("torch.")
         result = Result(case.kind, case.model, state, case.batch, case.tokens, name)
         try:
-            result.error = checked(replace(case, batch=CHECKED_ROWS), kind)
+            result.error = checked(replace(case, batch=kind.checked_rows(case)), kind)
             if timer is not None:
                 fill_in(result, kind(problems), timer, bandwidth)
         except Unsuited:

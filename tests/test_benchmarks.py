@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import tarfile
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +16,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import __main__ as command
 from benchmarks import measure, ours, problem, report
 from benchmarks.cases import MODELS, Case, DeltaModel, Mamba2Model
-from benchmarks.peers import fetch, loader
 from benchmarks.subject import Subject, Unavailable, Unsuited
 from trtllm_replayssm.errors import UserError
 
@@ -135,6 +131,26 @@ def test_wrong_outputs_are_not_timed():
         measure.checked(case(), Wrong)
 
 
+class Choosy(ours.Replay):
+    rows: set[int] = set()
+
+    def __init__(self, problems):
+        super().__init__(problems)
+        self.rows.add(self.case.batch)
+
+    @classmethod
+    def checked_rows(cls, case):
+        return min(case.batch, 5)
+
+
+def test_a_subject_says_how_many_rows_its_check_needs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 1}))
+    for batch in (1, 4, 300):
+        assert all(r.error < 1e-2 for r in measure.measure(case(batch=batch), {"choosy": Choosy}, None, 1.0))
+    assert Choosy.rows == {1, 4, 5}
+
+
 class Broken(Subject):
     def __init__(self, problems):
         raise RuntimeError("no such kernel\nand more")
@@ -229,53 +245,7 @@ def test_plots(tmp_path):
     assert path.name == "mamba2-nemotron-3-nano.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
-# ---- peers and commands ----------------------------------------------------------------------------------------------
-
-
-def archives(folder: Path) -> list[Path]:
-    """A wheel and a source archive with one wanted file, one other, and one that would leave the folder."""
-    names = ["pkg/kernel.py", "pkg/other.txt", "pkg/../../evil.py"]
-    with zipfile.ZipFile(folder / "pkg-1-py3-none-any.whl", "w") as wheel:
-        for name in names:
-            wheel.writestr(name, "text")
-    with tarfile.open(folder / "pkg-1.tar.gz", "w:gz") as source:
-        for name in names:
-            member = tarfile.TarInfo(f"pkg-1/{name}")
-            member.size = 4
-            source.addfile(member, io.BytesIO(b"text"))
-    return [folder / "pkg-1-py3-none-any.whl", folder / "pkg-1.tar.gz"]
-
-
-def test_only_wanted_files_are_unpacked(tmp_path):
-    for number, archive in enumerate(archives(tmp_path)):
-        target = tmp_path / str(number)
-        assert fetch.unpack(archive, r".*\.py$", target) == 1
-        assert [p.relative_to(target).as_posix() for p in target.rglob("*.py")] == ["pkg/kernel.py"]
-        assert not list(tmp_path.glob("evil.py"))
-        with pytest.raises(UserError, match="has none of the files"):
-            fetch.unpack(archive, "nothing", target)
-
-
-def test_a_module_is_loaded_without_its_package(tmp_path, monkeypatch):
-    """Of the packages around it no __init__ runs; framework modules are stand-ins."""
-    folder = tmp_path / "peer_pkg" / "ops"
-    folder.mkdir(parents=True)
-    for init in (tmp_path / "peer_pkg" / "__init__.py", folder / "__init__.py"):
-        init.write_text("raise RuntimeError")
-    (folder / "helper.py").write_text("two = 2")
-    (folder / "kernel.py").write_text(
-        "from peer_pkg.ops.helper import two\nfrom peer_pkg.env import one\nthree = one + two"
-    )
-    (folder / "needy.py").write_text("import a_module_that_is_nowhere")
-    monkeypatch.setattr(loader, "_folder", tmp_path)
-    loader.package("peer_pkg.env", one=1)
-    assert loader.load("peer_pkg.ops.kernel").three == 3
-    with pytest.raises(Unavailable, match="a_module_that_is_nowhere"):
-        loader.load("peer_pkg.ops.needy")
-    monkeypatch.setattr(loader, "_folder", tmp_path / "missing")
-    for load in (loader.load, loader.whole):
-        with pytest.raises(Unavailable, match="python -m benchmarks fetch"):
-            load("peer_pkg.ops.kernel")
+# ---- commands -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -304,14 +274,3 @@ def test_all_means_every_kind_and_only_whole_models():
     assert {kind for kind, *_ in found} == {"mamba2", "gated_delta", "kda"}
     assert ("mamba2", "nemotron-3-super", 1, 1) in found and ("kda", "kimi-linear", 4, 2) in found
     assert ("gated_delta", "qwen3.5-35b", 2048, 8) in found and not any("tp8" in model for _, model, *_ in found)
-
-
-def test_prebuild_names_the_line_that_says_what_is_wrong():
-    from benchmarks.peers.prebuild_flashinfer import telling_line
-
-    linking = (
-        "[4/4] c++ x.o\n/usr/bin/ld: cannot find -lcudart: No such file\ncollect2: error: ld\nninja: build stopped"
-    )
-    assert telling_line(linking) == "/usr/bin/ld: cannot find -lcudart: No such file"
-    assert telling_line("x.cu(3): error: expected a ;\nninja: build stopped") == "x.cu(3): error: expected a ;"
-    assert telling_line("killed") == "killed"

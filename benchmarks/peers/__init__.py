@@ -6,7 +6,6 @@ frameworks; the other modules call them, one class each. Nothing of another proj
 
 #: What has kernels of these layers and is not measured, and why.
 ABSENT = {
-    "FlashInfer gated delta rule (decode, verify, replay)": "needs nvidia-cutlass-dsl, whose 92 MB were not at hand there",
     "FlashInfer KDA decode": "documented for compute capability 10.0 and later",
     "TensorRT-LLM": "no package for this Python on PyPI; its source package fetches from elsewhere",
     "vLLM RecoverSSM (KDA verify)": "needs metadata objects of a running vLLM",

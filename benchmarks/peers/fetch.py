@@ -31,6 +31,8 @@ FLASHINFER = (
     r"|flashinfer/data/csrc/(checkpointing_ssu|selective_state_update|tvm_ffi_utils|flashinfer_mamba)"
     r"|flashinfer/(?!data/|experimental/cake/|moe_ep/kernel_src/).*\.(py|jinja)$"
 )
+#: The CuTe DSL, in which FlashInfer's gated delta rule is written: a compiler for the Python above and the CUDA 13 driver.
+CUTLASS_DSL = r"nvidia_cutlass_dsl/(dsl_packages/cutlass/.*\.(py|so)|cu13/lib/[^/]*\.so)$"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ PACKAGES = {
     "fla": Package("fla-core==0.6.0", r".*\.py$"),
     "flashinfer": Package("flashinfer-python==0.7.4", FLASHINFER),
     "tvm_ffi": Package("apache-tvm-ffi==0.1.15.post2", r".*"),
+    "cutlass_dsl_core": Package("nvidia-cutlass-dsl-libs-core==4.8.1", CUTLASS_DSL),
+    "cutlass_dsl_base": Package("nvidia-cutlass-dsl-libs-base==4.8.1", CUTLASS_DSL),
+    "cutlass_dsl_cu13": Package("nvidia-cutlass-dsl-libs-cu13==4.8.1", CUTLASS_DSL),
 }
 
 

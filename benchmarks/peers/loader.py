@@ -10,7 +10,9 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache, partial
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -142,16 +144,26 @@ def vllm(name: str) -> Any:
     return load(f"vllm.{name}")
 
 
+def cute_dsl() -> Iterator[Path]:
+    """Where the CuTe DSL's modules lie if it is there for the running Python; for another one FlashInfer trips over it."""
+    path = _folder / "nvidia_cutlass_dsl" / "dsl_packages"
+    if any(path.glob(f"cutlass/_mlir/_mlir_libs/*{EXTENSION_SUFFIXES[0]}")):
+        yield path
+
+
 def whole(name: str) -> Any:
-    """A module of a package that is imported as it is (fla, flashinfer)."""
+    """A module of a package that is imported as it is (fla, flashinfer, cutlass, which flashinfer imports if it can)."""
     if not _folder.is_dir():
         raise Unavailable(f"there is no folder {_folder.name}; `python -m benchmarks fetch` makes it")
-    if str(_folder) not in sys.path:
-        sys.path.append(str(_folder))
+    for path in map(str, (_folder, *cute_dsl())):
+        if path not in sys.path:
+            sys.path.append(path)
     major, minor = capability()
     # FlashInfer looks for libraries of this architecture; compiling one in the middle of a run would take minutes.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    # Its kernels in the CuTe DSL take seconds; without a cache on disk they are exempt from that.
+    os.environ.setdefault("FLASHINFER_CUTE_DSL_DISABLE_CACHE", "1")
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
