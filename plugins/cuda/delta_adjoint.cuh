@@ -39,6 +39,12 @@ struct Present {
     }
 };
 
+// The entry of block s of 16 whose row a lane names for load_transposed_matrices, or the last that there is room for.
+__device__ __forceinline__ int lane_entry(int lane, int s) {
+    const int entry = 16 * s + lane % 8 + lane / 16 * 8;
+    return 16 * s + 16 <= ENTRY_ROWS ? entry : min(entry, ENTRY_ROWS - 1);
+}
+
 template <bool, typename A, typename B>
 struct Either {
     typedef A type;

@@ -30,14 +30,16 @@ constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = 
 constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
 struct CopyReadInputs {
     Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
-    alignas(16) ACT v[HEADS][ENTRIES][VALUE_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
     Adjoint<ACT> results;
     u64 ready[16];
 };
 
-// Shared memory that is left for codes and scales. A part of a head's rows is one request: all of them, if those of all heads
-// fit.
-constexpr int PART_ROOM = SHARED_LIMIT - 256 - int(sizeof(CopyReadInputs));
+// Shared memory of a block of which BLOCKS_AN_SM fit: a multiprocessor has 228 KB, and a block takes one that it cannot use.
+constexpr int SHARE_OF_SM = (228 * 1024 / BLOCKS_AN_SM - 1024) / 128 * 128;
+constexpr int COPY_READ_LIMIT = SHARE_OF_SM < SHARED_LIMIT ? SHARE_OF_SM : SHARED_LIMIT;
+// What is left of it for codes and scales. A part of a head's rows is one request: all of them, if those of all heads fit.
+constexpr int PART_ROOM = COPY_READ_LIMIT - 128 - int(sizeof(CopyReadInputs));
 constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM || SLICE % (COPY_ROWS * WARPS) ? SLICE : COPY_ROWS * WARPS;
 constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
 constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
@@ -160,10 +162,10 @@ struct CopyRead {
     __device__ static u32 times_e4m3(u32 pair, u8 code) {
         return multiply_halves(pair, from_e4m3_pair(u16(code * 257)));
     }
-    // Where a lane's codes and scales lie in a tile, and its unit of the values that load_transposed_matrices reads.
+    // Where a lane's codes and scales lie in a tile, and its unit of block s of the values that load_transposed_matrices reads.
     __device__ int code_at() const { return lane / 4 * CODE_ROW + lane % 4 * (LANE_COLUMNS * READ_BITS / 8); }
     __device__ int scale_at() const { return (lane / 4 * KEY_DIM + LANE_COLUMNS * (lane % 4)) / COPY_BLOCK; }
-    __device__ int value_at() const { return (lane % 8 + lane / 16 * 8) * VALUE_PITCH + lane / 8 % 2 * 8; }
+    __device__ int value_at(int s) const { return lane_entry(lane, s) * VALUE_PITCH + lane / 8 % 2 * 8; }
 
     // What a lane has in the end: of a tile, rows g and g + 8 of token lane_token(i) in 2 i and 2 i + 1, or one of them; of two tiles
     // together, one row of one of them.
@@ -258,13 +260,13 @@ struct CopyRead {
         }
     }
     // Sums of them for a tile.
-    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* own_values,
+    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* values, const int (&own)[ENTRIES / 16],
                                 Accumulator (&sums)[RESULT_TOKENS]) const {
         const int entries = history + tokens;
 #pragma unroll
         for (int s = 0; s < ENTRIES / 16; ++s) {
             if (16 * s >= entries) continue;
-            Matrices block = load_transposed_matrices(own_values + 16 * s * VALUE_PITCH);
+            Matrices block = load_transposed_matrices(values + own[s]);
             present.keep(block, s);
 #pragma unroll
             for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
@@ -297,7 +299,10 @@ struct CopyRead {
         vec<u32, 4> kept[KEPT_X] = {};
         Updates updates;
         const Present present(history + tokens, lane % 4);
-        const int code = opaque(code_at()), scale = opaque(scale_at()), value = opaque(value_at());
+        const int code = opaque(code_at()), scale = opaque(scale_at());
+        int own_values[ENTRIES / 16];
+#pragma unroll
+        for (int s = 0; s < ENTRIES / 16; ++s) own_values[s] = opaque(value_at(s));
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
             const int n = part / HEAD_PARTS, stage = part % COPY_STAGES, row = part % HEAD_PARTS * PART_ROWS;
@@ -316,7 +321,7 @@ struct CopyRead {
 #pragma unroll
                 for (int m = 0; m < TILES; ++m) {
                     const int first = at + m * TILE_DISTANCE;
-                    add_updates(updates, present, in.v[n][0] + row + first + value, sums[m]);
+                    add_updates(updates, present, in.v[n][0] + row + first, own_values, sums[m]);
                     if (stored)
                         multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, n, results + m * SUMS);
                 }

@@ -69,9 +69,9 @@ struct Gram : GramKeys<T> {
     // What the gates give, of the lane's head and entry.
     struct Decays {
         float beta;
-        float since[ENTRIES];   // [i]: -exp(G_i - G_own)
-        float last;             // exp(G_last - G_own)
-        float log2_from_start;  // of exp(G_own)
+        float since[ENTRY_ROWS];  // [i]: -exp(G_i - G_own)
+        float last;               // exp(G_last - G_own)
+        float log2_from_start;    // of exp(G_own)
     };
     // Decays from the lane's entry to a token.
     __device__ float& decay_to(int token) const { return reinterpret_cast<float*>(in.along[solved_head()][token])[own]; }
@@ -95,15 +95,16 @@ struct Gram : GramKeys<T> {
         float since = 0.0f;
         to.log2_from_start = 0.0f;
 #pragma unroll
-        for (int first = 0; first < ENTRIES; first += 8) {
+        for (int first = 0; first < ENTRY_ROWS; first += 8) {
+            const int end = min(first + 8, ENTRY_ROWS);
             // Those above 8 are often none.
             if (first >= entries) {
 #pragma unroll
-                for (int i = first; i < first + 8; ++i) to.since[i] = 0.0f;
+                for (int i = first; i < end; ++i) to.since[i] = 0.0f;
                 continue;
             }
 #pragma unroll
-            for (int i = first; i < first + 8; ++i) {
+            for (int i = first; i < end; ++i) {
                 const float step = of_entry(log2_g, i);
                 if (i > own)
                     since += step;
@@ -120,12 +121,12 @@ struct Gram : GramKeys<T> {
 
     // Of the lane's head and the warp's tokens. `unit` becomes part of what products are multiplied by.
     __device__ void solve(const Decays& decays, float unit) const {
-        const int n = solved_head(), key = n / KEY_HEADS_HERE, entry = own % ENTRIES, entries = history + tokens;
+        const int n = solved_head(), key = n / KEY_HEADS_HERE, entry = min(own, ENTRY_ROWS - 1), entries = history + tokens;
         const float norm = own < entries ? rsqrtf(in.k_squares[key][entry] + NORM_EPSILON) : 0.0f;
         const float gain = own < entries ? decays.beta * norm * norm : 0.0f;
-        float pairs[ENTRIES];  // [i]: -exp(G_i - G_own) k_i . k_own
+        float pairs[ENTRY_ROWS];  // [i]: -exp(G_i - G_own) k_i . k_own
 #pragma unroll
-        for (int i = 0; i < ENTRIES; ++i) {
+        for (int i = 0; i < ENTRY_ROWS; ++i) {
             // Of an upper block there are no products.
             const bool exists = i / 8 * 8 < entries && (ENTRIES == 16 || i >= 16 || own < 16);
             pairs[i] = exists ? decays.since[i] * in.kk[key][i][entry] : 0.0f;
@@ -142,7 +143,7 @@ struct Gram : GramKeys<T> {
         // Four entries at once, from the last down: what they take of each other is known before, so that one exchange serves all
         // four. Entries behind a token have no y.
 #pragma unroll
-        for (int first = ENTRIES - 4; first >= 0; first -= 4) {
+        for (int first = ENTRY_ROWS - 4; first >= 0; first -= 4) {
             if (first >= entries) continue;
             float within[4][4];  // [m][n]: what entry first + m takes of first + n, n > m
 #pragma unroll
@@ -221,7 +222,7 @@ struct Gram : GramKeys<T> {
                     if (group % 2) parts[i][1][s] = 0;
                 }
             }
-            const ACT* rows = &in.k[key][lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8 + 16 * warp];
+            const int columns = lane / 8 % 2 * 8 + 16 * warp;
 #pragma unroll
             for (int first = 0; first < TILES; first += TOGETHER) {
                 Accumulator sums[OPERANDS] = {};
@@ -230,7 +231,8 @@ struct Gram : GramKeys<T> {
 #pragma unroll
                     for (int s = 0; s < ENTRIES / 16; ++s) {
                         if (16 * s >= entries) continue;
-                        Matrices keys = load_transposed_matrices(rows + 16 * s * GRAM_PITCH + 16 * WARPS * (first + tile));
+                        const int from = columns + 16 * WARPS * (first + tile);
+                        Matrices keys = load_transposed_matrices(&in.k[key][lane_entry(lane, s)][from]);
                         present.keep(keys, s);
                         const bool own = TOGETHER == 1 || group / 4 == tile;
 #pragma unroll

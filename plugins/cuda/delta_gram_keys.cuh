@@ -5,15 +5,15 @@
 #include "ptx/barriers.cuh"
 
 // Elements from row to row, by which a warp's accesses spread over the banks.
-constexpr int GRAM_PITCH = KEY_DIM + 8, PRODUCT_PITCH = ENTRIES + 2;
+constexpr int GRAM_PITCH = KEY_DIM + 8, PRODUCT_PITCH = ENTRY_ROWS <= 16 ? 18 : ENTRY_ROWS <= 24 ? 24 : 34;
 
 constexpr int KEY_HEADS_HERE = HEADS / KEYS;  // value heads of the block that share a key head
 
 // Dead once x is known.
 struct GramInputs {
-    alignas(16) ACT k[KEYS][ENTRIES][GRAM_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    alignas(16) ACT k[KEYS][ENTRY_ROWS][GRAM_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
     alignas(16) ACT q[KEYS][READ_TOKENS][GRAM_PITCH];
-    alignas(8) float kk[KEYS][ENTRIES][PRODUCT_PITCH];  // [i][j]: of i > j, zero elsewhere in the blocks of 16 that are formed
+    alignas(8) float kk[KEYS][ENTRY_ROWS][PRODUCT_PITCH];  // [i][j]: of i > j, zero elsewhere in the blocks of 16 that are formed
     float qk[KEYS][READ_TOKENS][PRODUCT_PITCH];         // [token][j]
     float k_squares[KEYS][ENTRIES], q_squares[KEYS][READ_TOKENS];
     alignas(4) ACT along[HEADS][READ_TOKENS][3][ENTRIES];  // what x has of key j, in three parts; before, decays from j to the token
@@ -115,7 +115,7 @@ struct GramKeys {
 
     __device__ void multiply_keys(int key, int rows, int columns) const {
         const int entries = history + tokens, group = lane / 4, t = lane % 4;
-        const ACT *left = lane_row(in.k[key], rows, ENTRIES - 1), *right = lane_row(in.k[key], columns, ENTRIES - 1);
+        const ACT *left = lane_row(in.k[key], rows, ENTRY_ROWS - 1), *right = lane_row(in.k[key], columns, ENTRY_ROWS - 1);
         Accumulator sums[2][2] = {};
 #pragma unroll
         for (int p = 0; p < KEY_DIM / 16; ++p) {
@@ -126,6 +126,7 @@ struct GramKeys {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int i = rows + group + m % 2 * 8, j = columns + 2 * t + m / 2 * 8;
+            if (ENTRY_ROWS < ENTRIES && max(i, j) >= ENTRY_ROWS) continue;
             float products[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -141,7 +142,7 @@ struct GramKeys {
     // With the squares of queries besides, which are needed once.
     __device__ void multiply_queries(int key, int rows) const {
         const int group = lane / 4, t = lane % 4;
-        const ACT *left = lane_row(in.k[key], rows, ENTRIES - 1), *right = lane_row(in.q[key], 0, READ_TOKENS - 1);
+        const ACT *left = lane_row(in.k[key], rows, ENTRY_ROWS - 1), *right = lane_row(in.q[key], 0, READ_TOKENS - 1);
         constexpr int TOKEN_BLOCKS = (READ_TOKENS + 7) / 8;
         Accumulator sums[2][TOKEN_BLOCKS] = {}, squares[2][TOKEN_BLOCKS] = {};
 #pragma unroll
@@ -160,8 +161,11 @@ struct GramKeys {
                 const int token = 8 * n + 2 * t + e;
                 if (token >= tokens) continue;
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    in.qk[key][token][rows + group + 8 * half] = sums[0][n].v[2 * half + e] + sums[1][n].v[2 * half + e];
+                for (int half = 0; half < 2; ++half) {
+                    const int j = rows + group + 8 * half;
+                    if (ENTRY_ROWS == ENTRIES || j < ENTRY_ROWS)
+                        in.qk[key][token][j] = sums[0][n].v[2 * half + e] + sums[1][n].v[2 * half + e];
+                }
                 if (group == 2 * t + e) in.q_squares[key][token] = squares[0][n].v[2 * n + e] + squares[1][n].v[2 * n + e];
             }
     }

@@ -17,8 +17,10 @@ static_assert(WARPS % HEADS == 0 && (HEADS_PER_KEY % HEADS == 0 || HEADS % HEADS
 
 // Keys, queries and values have one 16-bit type.
 constexpr bool NARROW_INPUTS = sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
-// Entries of a step, in the blocks of 16 that a matrix product takes. Without a copy, rows that do not fold keep within the window.
-constexpr int ENTRIES = ((COPIED ? MOST_HISTORY + READ_TOKENS : WINDOW) + 15) / 16 * 16;
+// Entries that a step has room for, and the same in the blocks of 16 that a matrix product takes. Without a copy, rows that do not
+// fold keep within the window.
+constexpr int ENTRY_ROWS = ((COPIED ? MOST_HISTORY + READ_TOKENS : WINDOW) + 3) / 4 * 4;
+constexpr int ENTRIES = (ENTRY_ROWS + 15) / 16 * 16;
 // The adjoint is formed from products of all keys with each other (delta_gram.cuh); otherwise by chains (delta_chains.cuh).
 constexpr bool GRAM = NARROW_INPUTS && WIDE && !PER_CHANNEL && !DERIVED && KEY_DIM % 64 == 0 && ENTRIES <= 32;
 
