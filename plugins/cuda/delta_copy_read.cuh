@@ -83,6 +83,13 @@ struct CopyRead {
         stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, ready);
     }
 
+    // Zeros, for a state that has not been stored yet.
+    __device__ void clear_parts() const {
+        constexpr int UNITS = int(sizeof(shared.parts)) / 16;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < UNITS; at += THREADS) reinterpret_cast<uint4*>(shared.parts)[at] = {0, 0, 0, 0};
+    }
+
     static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
     // Values are loaded by the warps that do not load keys, if there are some of them that have lanes for a row.
     static constexpr int OTHER_WARPS = GRAM ? WARPS - KEY_WARPS : 0;
@@ -108,7 +115,8 @@ struct CopyRead {
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
         }
-        if (threadIdx.x == 0 && w.row.folded > 0) {
+        if (w.row.folded == 0) return clear_parts();
+        if (threadIdx.x == 0) {
 #pragma unroll
             for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
             publish_barriers();
@@ -130,8 +138,9 @@ struct CopyRead {
 #if HAS_E2M1
             from_e2m1_word(pairs, word);
 #else
-            const u32 even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu);
-            const u32 odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
+            constexpr u32 MAGNITUDES = 0x0e0e0e0eu;
+            const u32 signs = select_bits(0x88888888u, word, 0);  // for both: an operator would be repeated behind the shift
+            const u32 even = select_bits(MAGNITUDES, word << 1, signs << 4), odd = select_bits(MAGNITUDES, word >> 3, signs);
             pairs[0] = __byte_perm(even, 0, 0x1404), pairs[1] = __byte_perm(even, 0, 0x3424);
             pairs[2] = __byte_perm(odd, 0, 0x1404), pairs[3] = __byte_perm(odd, 0, 0x3424);
 #endif
@@ -148,8 +157,9 @@ struct CopyRead {
         const int g = lane / 4, t = lane % 4, token = DENSE ? min(4 * i + g / 2, READ_TOKENS - 1) : i;
         if (DENSE || g / 2 == t) x = *reinterpret_cast<const vec<u32, 4>*>(&in.results.x[n][token][g % 2][LANE_COLUMNS * t + 8 * unit]);
     }
-    // Tiles of a warp that are worked on together: two of one token, whose sums fill the lanes and whose stages wait for each other less.
-    static constexpr int TILES = READ_TOKENS == 1 && PART_ROWS % (2 * WARPS * COPY_ROWS) == 0 ? 2 : 1;
+    // Tiles of a warp that are worked on together: two of few tokens, whose stages wait for each other less. Of one token, their sums
+    // fill the lanes.
+    static constexpr int TILES = (DENSE ? READ_TOKENS <= 4 : READ_TOKENS == 1) && PART_ROWS % (2 * WARPS * COPY_ROWS) == 0 ? 2 : 1;
     static constexpr int TILE_DISTANCE = WARPS * COPY_ROWS;
     static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && OPERANDS * UNITS_A_LANE <= 8;
     static constexpr int KEPT_X = KEEPS_X ? OPERANDS * UNITS_A_LANE : 1;
@@ -158,9 +168,12 @@ struct CopyRead {
         if constexpr (READ_BITS == 8) return fp8_scale_value(code);
         else return from_e4m3(code);
     }
-    // Both halves times an E4M3 number.
-    __device__ static u32 times_e4m3(u32 pair, u8 code) {
-        return multiply_halves(pair, from_e4m3_pair(u16(code * 257)));
+    // A row's E4M3 scales as float16, of which both halves of a pair are multiplied by one.
+    __device__ static u32 widen_scales(const vec<u8, LANE_SCALES>& codes) {
+        return from_e4m3_pair(LANE_SCALES == 2 ? *reinterpret_cast<const u16*>(codes.v) : u16(codes.v[0]));
+    }
+    __device__ static u32 times_half(u32 pair, u32 factors, int s) {
+        return multiply_halves(pair, __byte_perm(factors, 0, s ? 0x3232 : 0x1010));
     }
     // Where a lane's codes and scales lie in a tile, and its unit of block s of the values that load_transposed_matrices reads.
     __device__ int code_at() const { return lane / 4 * CODE_ROW + lane % 4 * (LANE_COLUMNS * READ_BITS / 8); }
@@ -168,13 +181,13 @@ struct CopyRead {
     __device__ int value_at(int s) const { return lane_entry(lane, s) * VALUE_PITCH + lane / 8 % 2 * 8; }
 
     // What a lane has in the end: of a tile, rows g and g + 8 of token lane_token(i) in 2 i and 2 i + 1, or one of them; of two tiles
-    // together, one row of one of them.
+    // of one token, one row of one of them.
     static constexpr bool ONE_ROW = !DENSE && READ_TOKENS <= 2;
     static constexpr int RESULTS = ONE_ROW ? 1 : DENSE ? 2 * OPERANDS : READ_TOKENS / 2, RESULT_TOKENS = (RESULTS + 1) / 2;
     __device__ static int lane_token(int i, int t) {
         return min(DENSE ? 4 * i + t : ONE_ROW ? t * READ_TOKENS / 4 : t * READ_TOKENS / 4 + i, READ_TOKENS - 1);
     }
-    __device__ int lane_tile() const { return TILES == 2 ? lane % 4 / 2 : 0; }
+    __device__ int lane_tile() const { return !DENSE && TILES == 2 ? lane % 4 / 2 : 0; }
     __device__ bool has_lower_row() const { return ONE_ROW && (TILES == 1 && READ_TOKENS == 1 ? lane % 4 > 1 : lane % 2 == 1); }
     __device__ int lane_row() const { return lane / 4 + (has_lower_row() ? 8 : 0) + lane_tile() * TILE_DISTANCE; }
     // Whether no other lane has the same.
@@ -197,6 +210,11 @@ struct CopyRead {
         for (int r = 0; r < 2; ++r) scales[r] = *reinterpret_cast<const vec<u8, LANE_SCALES>*>(own_scales + 8 * r * SCALE_ROW);
 #pragma unroll
         for (int m = 0; m < SUMS; ++m) sums[m] = 0.0f;
+        static_assert(!READS_COPY || !DENSE || LANE_SCALES <= 2, "scales of a lane that are widened together");
+        u32 factors[2];
+        if constexpr (DENSE)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) factors[r] = widen_scales(scales[r]);
         Accumulator products[OPERANDS] = {};
 #pragma unroll
         for (int s = 0; s < LANE_SCALES; ++s) {
@@ -209,7 +227,7 @@ struct CopyRead {
                     widen(codes[r].v + unit * UNIT_WORDS, pairs[r]);
                     if constexpr (DENSE)
 #pragma unroll
-                        for (int p = 0; p < 4; ++p) pairs[r][p] = times_e4m3(pairs[r][p], scale[r]);
+                        for (int p = 0; p < 4; ++p) pairs[r][p] = times_half(pairs[r][p], factors[r], s);
                 }
 #pragma unroll
                 for (int i = 0; i < OPERANDS; ++i) {
@@ -259,18 +277,13 @@ struct CopyRead {
             to.unit[i] = CODE_UNIT * in.results.unit[n][lane_token(i, t)];
         }
     }
-    // Sums of them for a tile.
-    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* values, const int (&own)[ENTRIES / 16],
+    // Sums of block s of them for a tile.
+    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* own_values, int s,
                                 Accumulator (&sums)[RESULT_TOKENS]) const {
-        const int entries = history + tokens;
+        Matrices block = load_transposed_matrices(own_values);
+        present.keep(block, s);
 #pragma unroll
-        for (int s = 0; s < ENTRIES / 16; ++s) {
-            if (16 * s >= entries) continue;
-            Matrices block = load_transposed_matrices(values + own[s]);
-            present.keep(block, s);
-#pragma unroll
-            for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
-        }
+        for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
     }
     __device__ void store(const Updates& updates, const Accumulator (&sums)[TILES][RESULT_TOKENS], const float* results, int row) const {
         const int t = lane % 4;
@@ -280,15 +293,20 @@ struct CopyRead {
             if (!owns(i)) continue;
             ACT* to = o + lane_token(i, t) * (VALUE_HEADS * VALUE_DIM);
             constexpr float SUM_FACTOR = 1.0f / Adjoint<T>::SUM_UNIT;
-            float own[4];  // both parts of row g, then of row g + 8
-#pragma unroll
-            for (int e = 0; e < 4; ++e) own[e] = TILES == 2 && lane_tile() ? sums[TILES - 1][i].v[e] : sums[0][i].v[e];
             if constexpr (ONE_ROW) {
+                float own[4];  // both parts of row g, then of row g + 8
+#pragma unroll
+                for (int e = 0; e < 4; ++e) own[e] = TILES == 2 && lane_tile() ? sums[TILES - 1][i].v[e] : sums[0][i].v[e];
                 const float update = has_lower_row() ? own[2] + own[3] : own[0] + own[1];
                 to[0] = from_float<ACT>(fmaf(updates.unit[i], results[0], update * SUM_FACTOR));
             } else {
-                to[0] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i], (own[0] + own[1]) * SUM_FACTOR));
-                to[8] = from_float<ACT>(fmaf(updates.unit[i], results[2 * i + 1], (own[2] + own[3]) * SUM_FACTOR));
+#pragma unroll
+                for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const float update = (sums[m][i].v[2 * r] + sums[m][i].v[2 * r + 1]) * SUM_FACTOR;
+                        to[m * TILE_DISTANCE + 8 * r] = from_float<ACT>(fmaf(updates.unit[i], results[m * SUMS + 2 * i + r], update));
+                    }
             }
         }
     }
@@ -321,9 +339,15 @@ struct CopyRead {
 #pragma unroll
                 for (int m = 0; m < TILES; ++m) {
                     const int first = at + m * TILE_DISTANCE;
-                    add_updates(updates, present, in.v[n][0] + row + first, own_values, sums[m]);
-                    if (stored)
-                        multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, n, results + m * SUMS);
+                    add_updates(updates, present, in.v[n][0] + row + first + own_values[0], 0, sums[m]);
+                    multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, n, results + m * SUMS);
+                }
+#pragma unroll
+                for (int s = 1; s < ENTRIES / 16; ++s) {
+                    if (16 * s >= history + tokens) continue;
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m)
+                        add_updates(updates, present, in.v[n][0] + row + at + m * TILE_DISTANCE + own_values[s], s, sums[m]);
                 }
                 if constexpr (!DENSE) sum_scattered<4>(results, lane);
                 store(updates, sums, results, row + at);

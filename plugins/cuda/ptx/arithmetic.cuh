@@ -26,6 +26,12 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
     return smaller;
 }
+// Bits of `a` where `mask` has ones, and of `b` where it has zeros, in one instruction.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 selected;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(selected) : "r"(mask), "r"(a), "r"(b));
+    return selected;
+}
 // Products of two pairs of float16.
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     u32 product;
