@@ -70,9 +70,9 @@ struct FloatAdjoint {
 template <typename T>
 struct Adjoint {
     static constexpr float SUM_UNIT = same_type<T, fp16>::value ? 4096.0f : 1.0f;
-    alignas(16) fp16 x[HEADS][READ_TOKENS][2][KEY_DIM];  // in the order of x_place
-    alignas(16) T c[HEADS][READ_TOKENS][2][ENTRIES];     // zero for entries behind the token's
-    float unit[HEADS][READ_TOKENS];                      // by which products with x are to be multiplied
+    alignas(16) fp16 x[HEADS][READ_TOKENS][2][KEY_DIM + 8];  // in the order of x_place; tokens begin in different banks
+    alignas(16) T c[HEADS][READ_TOKENS][2][ENTRIES];         // zero for entries behind the token's
+    float unit[HEADS][READ_TOKENS];                          // by which products with x are to be multiplied
 
     __device__ __forceinline__ void store(int n, int token, int column, float value) {
         store_parts(x[n][token], x_place(column), value);
@@ -84,9 +84,9 @@ struct Adjoint {
 private:
     template <typename U, int N>
     __device__ __forceinline__ static void store_parts(U (&to)[2][N], int at, float value) {
-        const U upper = from_float<U>(value);
+        const U upper = round_quickly<U>(value);
         to[0][at] = upper;
-        to[1][at] = from_float<U>(value - to_float(upper));
+        to[1][at] = round_quickly<U>(value - to_float(upper));
     }
 };
 

@@ -184,7 +184,7 @@ struct Gram : GramKeys<T> {
                 out.store_sum(n, token, own, own <= last ? decays.beta * norm * y[k] : 0.0f);
 #pragma unroll
                 for (int part = 0; part < 3; ++part) {
-                    const T rounded = from_float<T>(along);
+                    const T rounded = round_quickly<T>(along);
                     in.along[n][token][part][own] = reinterpret_cast<const ACT&>(rounded);
                     along -= to_float(rounded);
                 }
@@ -207,54 +207,64 @@ struct Gram : GramKeys<T> {
         constexpr int TOGETHER = ADJOINTS <= 2 && TILES % 2 == 0 ? 2 : 1;
         const int entries = history + tokens, group = lane / 4, t = lane % 4;
         const Present present(entries, t);
+        const auto result_column = [&](int tile) { return 16 * (warp + WARPS * (tile + (TOGETHER == 2 ? t / 2 : 0))) + group; };
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
             const int head = key * KEY_HEADS_HERE;
-            u32 parts[OPERANDS][2][ENTRIES / 8];  // the lane's of the first or second, and of the third
+            Accumulator sums[TILES / TOGETHER][OPERANDS] = {};
 #pragma unroll
-            for (int i = 0; i < OPERANDS; ++i) {
-                const int adjoint = min(TOGETHER == 2 ? group / 2 % 2 : 4 * i + group / 2, ADJOINTS - 1);
-                const auto& along = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
-#pragma unroll
-                for (int s = 0; s < ENTRIES / 8; ++s) {
-                    parts[i][0][s] = *reinterpret_cast<const u32*>(&along[group % 2][8 * s + 2 * t]);
-                    parts[i][1][s] = *reinterpret_cast<const u32*>(&along[2][8 * s + 2 * t]);
-                    if (group % 2) parts[i][1][s] = 0;
-                }
-            }
-            const int columns = lane / 8 % 2 * 8 + 16 * warp;
-#pragma unroll
-            for (int first = 0; first < TILES; first += TOGETHER) {
-                Accumulator sums[OPERANDS] = {};
-#pragma unroll
-                for (int tile = 0; tile < TOGETHER; ++tile)
-#pragma unroll
-                    for (int s = 0; s < ENTRIES / 16; ++s) {
-                        if (16 * s >= entries) continue;
-                        const int from = columns + 16 * WARPS * (first + tile);
-                        Matrices keys = load_transposed_matrices(&in.k[key][lane_entry(lane, s)][from]);
-                        present.keep(keys, s);
-                        const bool own = TOGETHER == 1 || group / 4 == tile;
-#pragma unroll
-                        for (int n = 0; n < 2 * OPERANDS; ++n) {
-                            const u32(&part)[ENTRIES / 8] = parts[n / 2][n % 2];
-                            mma_16bit<T>(sums[n / 2], keys.v, own ? part[2 * s] : 0, own ? part[2 * s + 1] : 0);
-                        }
-                    }
-                const int column = 16 * (warp + WARPS * (first + (TOGETHER == 2 ? t / 2 : 0))) + group;
+            for (int s = 0; s < ENTRIES / 16; ++s) {
+                if (s > 0 && 16 * s >= entries) continue;
+                u32 parts[OPERANDS][2][2];  // the lane's of the first or second, and of the third
 #pragma unroll
                 for (int i = 0; i < OPERANDS; ++i) {
-                    const int adjoint = TOGETHER == 2 ? t % 2 : 4 * i + t;
-                    if (adjoint >= ADJOINTS) continue;
-                    const int token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
-                    const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
+                    const int adjoint = min(TOGETHER == 2 ? group / 2 % 2 : 4 * i + group / 2, ADJOINTS - 1);
+                    const auto& along = in.along[head + adjoint / READ_TOKENS][adjoint % READ_TOKENS];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const float sum = (sums[i].v[2 * half] + sums[i].v[2 * half + 1]) * unit;
-                        const float q = to_float(in.q[key][token][column + 8 * half]);
-                        out.store(n, token, column + 8 * half, fmaf(whole, q, sum));
+                        const int entry = 16 * s + 8 * half + 2 * t;
+                        parts[i][0][half] = *reinterpret_cast<const u32*>(&along[group % 2][entry]);
+                        const u32 third = *reinterpret_cast<const u32*>(&along[2][entry]);
+                        parts[i][1][half] = group % 2 ? 0 : third;
                     }
                 }
+                const ACT* rows = &in.k[key][lane_entry(lane, s)][lane / 8 % 2 * 8 + 16 * warp];
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    Matrices keys = load_transposed_matrices(rows + 16 * WARPS * tile);
+                    present.keep(keys, s);
+                    const bool own = TOGETHER == 1 || group / 4 == tile % TOGETHER;
+#pragma unroll
+                    for (int m = 0; m < 2 * OPERANDS; ++m) {
+                        const u32(&part)[2] = parts[m / 2][m % 2];
+                        mma_16bit<T>(sums[tile / TOGETHER][m / 2], keys.v, own ? part[0] : 0, own ? part[1] : 0);
+                    }
+                }
+            }
+            // All of a lane's before it stores the first.
+            float x[TILES / TOGETHER][OPERANDS][2];
+#pragma unroll
+            for (int i = 0; i < OPERANDS; ++i) {
+                const int adjoint = min(TOGETHER == 2 ? t % 2 : 4 * i + t, ADJOINTS - 1);
+                const int token = adjoint % READ_TOKENS, n = head + adjoint / READ_TOKENS;
+                const float whole = in.whole[n][token], unit = same_type<T, fp16>::value ? in.along_unit[n][token] : 1.0f;
+#pragma unroll
+                for (int m = 0; m < TILES / TOGETHER; ++m)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float* own = sums[m][i].v + 2 * half;
+                        x[m][i][half] = fmaf(whole, to_float(in.q[key][token][result_column(m * TOGETHER) + 8 * half]), (own[0] + own[1]) * unit);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < OPERANDS; ++i) {
+                const int adjoint = TOGETHER == 2 ? t % 2 : 4 * i + t;
+                if (adjoint >= ADJOINTS) continue;
+#pragma unroll
+                for (int m = 0; m < TILES / TOGETHER; ++m)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        out.store(head + adjoint / READ_TOKENS, adjoint % READ_TOKENS, result_column(m * TOGETHER) + 8 * half, x[m][i][half]);
             }
         }
     }

@@ -61,6 +61,12 @@ __device__ __forceinline__ u32 pack_pair<fp16>(float low, float high) {
     return f32_to_f16_pair(low, high);
 }
 
+// The same rounding as from_float's by the instruction that packs two elements, of which more are done at a time than of that for one.
+template <typename T>
+__device__ __forceinline__ T round_quickly(float x) {
+    return {u16(pack_pair<T>(x, 0.0f))};
+}
+
 // N elements that are read and written with accesses as wide as their alignment (16 bytes at most) permits.
 template <typename T, int N>
 struct alignas(sizeof(T) * N >= 16 ? 16 : (sizeof(T) * N & -(sizeof(T) * N))) vec {
