@@ -21,10 +21,10 @@ struct Gram : GramKeys<T> {
     typedef GramKeys<T> Keys;
     using Keys::appends, Keys::has_keys, Keys::history, Keys::in, Keys::lane, Keys::tokens, Keys::w, Keys::warp;
     Results& out;
-    const int own;  // the lane's entry while the triangular system is solved
+    const int width, own;  // lanes that have the entries of a triangular system while it is solved, and the lane's entry
 
     __device__ Gram(const Work& work, GramInputs& inputs, Results& results)
-        : Keys(work, inputs), out(results), own(lane % HEAD_LANES) {}
+        : Keys(work, inputs), out(results), width(HALVES && history + tokens <= 16 ? 16 : HEAD_LANES), own(lane & (width - 1)) {}
 
     // Head of a lane and first token of a warp while the triangular system is solved.
     __device__ int solver() const { return warp - (WARPS - SOLVING_WARPS); }
@@ -64,7 +64,23 @@ struct Gram : GramKeys<T> {
     // ---- the triangular system -----------------------------------------------------------------------------------------
 
     // Of the lane's head.
-    __device__ static float of_entry(float x, int entry) { return __shfl_sync(~0u, x, entry, HEAD_LANES); }
+    __device__ float of_entry(float x, int entry) const { return __shfl_sync(~0u, x, entry, width); }
+    // Whether no lane before it has the same entry of the same head.
+    __device__ bool is_first() const { return !HALVES || lane < width; }
+
+    // A lane's tokens, in two groups. The second one is empty if the other half of the warp takes its tokens.
+    static constexpr int GROUPS = HALVES ? 2 : 1, GROUP_TOKENS = SOLVED_TOKENS / GROUPS;
+    __device__ bool has_group(int group) const { return group == 0 || width == 32; }
+    __device__ int lane_token(int k) const { return first_token() + k + (HALVES && !is_first() ? GROUP_TOKENS : 0); }
+    template <typename Body>
+    __device__ void for_tokens(Body body) const {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            if (!has_group(group)) continue;
+#pragma unroll
+            for (int k = group * GROUP_TOKENS; k < (group + 1) * GROUP_TOKENS; ++k) body(k);
+        }
+    }
 
     // What the gates give, of the lane's head and entry.
     struct Decays {
@@ -85,7 +101,7 @@ struct Gram : GramKeys<T> {
         if (u32(token) < u32(tokens)) {
             to.beta = head.beta(to_float(gates.beta_logit));
             g = Work::log_decay(expf(gates.A_log), to_float(gates.decay_logit) + gates.dt_bias);
-            if (first_token() == 0 && head.leads_head() && appends()) {
+            if (first_token() == 0 && is_first() && head.leads_head() && appends()) {
                 const int row = w.append_row(token);
                 w.t.ring_beta_out[head.ring_beta_at(row)] = to.beta;
                 w.t.ring_g_out[head.ring_g_at(row)] = g;
@@ -113,13 +129,13 @@ struct Gram : GramKeys<T> {
                 const float decay = power_of_2(since);
                 to.since[i] = -decay;
                 // Those of a single token remain at hand.
-                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES) decay_to(i - history) = decay;
+                if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES && is_first()) decay_to(i - history) = decay;
             }
         }
         to.last = power_of_2(since);
     }
 
-    // Of the lane's head and the warp's tokens. `unit` becomes part of what products are multiplied by.
+    // Of the lane's head and tokens. `unit` becomes part of what products are multiplied by.
     __device__ void solve(const Decays& decays, float unit) const {
         const int n = solved_head(), key = n / KEY_HEADS_HERE, entry = min(own, ENTRY_ROWS - 1), entries = history + tokens;
         const float norm = own < entries ? rsqrtf(in.k_squares[key][entry] + NORM_EPSILON) : 0.0f;
@@ -132,13 +148,12 @@ struct Gram : GramKeys<T> {
             pairs[i] = exists ? decays.since[i] * in.kk[key][i][entry] : 0.0f;
         }
         float norms[SOLVED_TOKENS], y[SOLVED_TOKENS];
-#pragma unroll
-        for (int k = 0; k < SOLVED_TOKENS; ++k) {
-            const int token = first_token() + k;
+        for_tokens([&](int k) {
+            const int token = lane_token(k);
             norms[k] = rsqrtf(in.q_squares[key][token] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
             const float decay = READ_TOKENS == 1 ? decays.last : own < ENTRIES ? decay_to(token) : 0.0f;
             y[k] = own <= history + token ? norms[k] * in.qk[key][token][entry] * decay : 0.0f;
-        }
+        });
         __syncwarp();  // decays to tokens have been read
         // Four entries at once, from the last down: what they take of each other is known before, so that one exchange serves all
         // four. Entries behind a token have no y.
@@ -150,8 +165,7 @@ struct Gram : GramKeys<T> {
             for (int n = 1; n < 4; ++n)
 #pragma unroll
                 for (int m = 0; m < n; ++m) within[m][n] = of_entry(gain * pairs[first + n], first + m);
-#pragma unroll
-            for (int k = 0; k < SOLVED_TOKENS; ++k) {
+            for_tokens([&](int k) {
                 float c[4];
 #pragma unroll
                 for (int m = 3; m >= 0; --m) {
@@ -161,12 +175,11 @@ struct Gram : GramKeys<T> {
                 }
 #pragma unroll
                 for (int m = 3; m >= 0; --m) y[k] = fmaf(pairs[first + m], c[m], y[k]);
-            }
+            });
         }
         const float key_decay = power_of_2(decays.log2_from_start);
-#pragma unroll
-        for (int k = 0; k < SOLVED_TOKENS; ++k) {
-            const int token = first_token() + k, last = history + token;
+        for_tokens([&](int k) {
+            const int token = lane_token(k), last = history + token;
             const float whole = power_of_2(of_entry(decays.log2_from_start, last));
             const Rescaling to(whole, 8);
             float along = own <= last ? -(gain * y[k] * key_decay) * to.factor : 0.0f;
@@ -175,7 +188,8 @@ struct Gram : GramKeys<T> {
                 // Of short keys it is large, of long ones little.
                 float largest = fabsf(along);
 #pragma unroll
-                for (int offset = HEAD_LANES / 2; offset; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
+                for (int offset = HEAD_LANES / 2; offset; offset /= 2)
+                    if (!HALVES || offset < width) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
                 const Rescaling within(largest, 12);
                 along *= within.factor;
                 along_unit = within.inverse;
@@ -194,7 +208,7 @@ struct Gram : GramKeys<T> {
                 if constexpr (same_type<T, fp16>::value) in.along_unit[n][token] = along_unit;
                 out.unit[n][token] = unit * to.inverse;
             }
-        }
+        });
     }
 
     // ---- x -------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ struct GramInputs {
 constexpr int SOLVED_TOKENS = READ_TOKENS < 4 ? READ_TOKENS : READ_TOKENS > 4 * HEAD_WARPS ? READ_TOKENS / HEAD_WARPS : 4;
 // Lanes of a head: where its entries are few, a warp solves two heads.
 constexpr int HEAD_LANES = ENTRIES == 16 && HEADS % 2 == 0 ? 16 : 32, SOLVED_HEADS = 32 / HEAD_LANES;
+// Where a step's entries are few, half a warp has them, and either half of it takes half of its tokens.
+constexpr bool HALVES = HEAD_LANES == 32 && SOLVED_TOKENS > 1;
 // The last warps solve. The first half of them, or all where more than half solve, load keys, form their products and append to the ring.
 constexpr int SOLVING_WARPS = HEADS / SOLVED_HEADS * (READ_TOKENS / SOLVED_TOKENS);
 constexpr int KEY_WARPS = SOLVING_WARPS > WARPS / 2 ? WARPS : WARPS / 2, KEY_THREADS = 32 * KEY_WARPS;
