@@ -27,6 +27,7 @@ constexpr int UNIT_WORDS = READ_BITS / 4 > 0 ? READ_BITS / 4 : 1;  // words of 8
 // Bytes of a state row. Small heads have no copy, and units and scales of none.
 constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = KEY_DIM < COPY_BLOCK ? 1 : KEY_DIM / COPY_BLOCK;
 
+constexpr int MOST_VALUES = 512;        // in a row, of which every thread that appends it has 16 bytes at most
 constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
 struct CopyReadInputs {
     Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
@@ -44,7 +45,7 @@ constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM ||
 constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
 constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
 constexpr bool READS_COPY = COPIED && TOKENS > 0 && WIDE && NARROW_INPUTS && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
-                            VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && COPY_STAGES > 0;
+                            VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && SLICE <= MOST_VALUES && COPY_STAGES > 0;
 
 struct CopyPart {
     alignas(16) u8 codes[PART_ROWS * CODE_ROW];
@@ -360,15 +361,18 @@ struct CopyRead {
     }
 
     // The step's v to the ring, by the first threads.
-    static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS;
+    static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS, APPENDED_ROWS = APPENDING / VALUE_LANES;
+    static_assert(!READS_COPY || APPENDED_ROWS > 0, "threads for a row of values");
     __device__ void append_values() const {
         if (!adjoint.appends()) return;
+        const int column = threadIdx.x % VALUE_LANES * 8, first = threadIdx.x / VALUE_LANES;
+        if (first >= APPENDED_ROWS) return;
 #pragma unroll 1
-        for (int m = threadIdx.x; m < HEADS * tokens * VALUE_LANES; m += APPENDING) {
-            const int column = m % VALUE_LANES * 8, n = m / VALUE_LANES % HEADS, token = m / (VALUE_LANES * HEADS);
-            *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
-                *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
-        }
+        for (int token = first; token < tokens; token += APPENDED_ROWS)
+#pragma unroll
+            for (int n = 0; n < HEADS; ++n)
+                *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
+                    *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
     }
 };
 

@@ -85,7 +85,7 @@ struct Gram : GramKeys<T> {
     // What the gates give, of the lane's head and entry.
     struct Decays {
         float beta;
-        float since[ENTRY_ROWS];  // [i]: -exp(G_i - G_own)
+        float since[ENTRY_ROWS];  // [i]: exp(G_i - G_own)
         float last;               // exp(G_last - G_own)
         float log2_from_start;    // of exp(G_own)
     };
@@ -127,7 +127,7 @@ struct Gram : GramKeys<T> {
                 else
                     to.log2_from_start += step;
                 const float decay = power_of_2(since);
-                to.since[i] = -decay;
+                to.since[i] = decay;
                 // Those of a single token remain at hand.
                 if (READ_TOKENS > 1 && u32(i - first_last) < SOLVED_TOKENS && own < ENTRIES && is_first()) decay_to(i - history) = decay;
             }
@@ -140,7 +140,7 @@ struct Gram : GramKeys<T> {
         const int n = solved_head(), key = n / KEY_HEADS_HERE, entry = min(own, ENTRY_ROWS - 1), entries = history + tokens;
         const float norm = own < entries ? rsqrtf(in.k_squares[key][entry] + NORM_EPSILON) : 0.0f;
         const float gain = own < entries ? decays.beta * norm * norm : 0.0f;
-        float pairs[ENTRY_ROWS];  // [i]: -exp(G_i - G_own) k_i . k_own
+        float pairs[ENTRY_ROWS];  // [i]: exp(G_i - G_own) k_i . k_own
 #pragma unroll
         for (int i = 0; i < ENTRY_ROWS; ++i) {
             // Of an upper block there are no products.
@@ -171,10 +171,10 @@ struct Gram : GramKeys<T> {
                 for (int m = 3; m >= 0; --m) {
                     c[m] = of_entry(gain * y[k], first + m);
 #pragma unroll
-                    for (int n = 3; n > m; --n) c[m] = fmaf(within[m][n], c[n], c[m]);
+                    for (int n = 3; n > m; --n) c[m] = fmaf(-within[m][n], c[n], c[m]);
                 }
 #pragma unroll
-                for (int m = 3; m >= 0; --m) y[k] = fmaf(pairs[first + m], c[m], y[k]);
+                for (int m = 3; m >= 0; --m) y[k] = fmaf(-pairs[first + m], c[m], y[k]);
             });
         }
         const float key_decay = power_of_2(decays.log2_from_start);
