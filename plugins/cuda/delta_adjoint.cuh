@@ -21,23 +21,8 @@ struct Rescaling {
     }
 };
 
-// Of 16 entries that are a product's contracted elements and a lane's share of its left operand, those that exist: what is behind
-// them in shared memory may be no number.
-struct Present {
-    u32 mask[ENTRIES / 16][2];
-
-    __device__ __forceinline__ Present(int entries, int t) {
-#pragma unroll
-        for (int s = 0; s < 2 * (ENTRIES / 16); ++s) {
-            const int behind = entries - 8 * s - 2 * t;
-            mask[s / 2][s % 2] = behind > 1 ? ~0u : behind > 0 ? 0xffffu : 0u;
-        }
-    }
-    __device__ __forceinline__ void keep(Matrices& left, int s) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) left.v[i] &= mask[s][i / 2];
-    }
-};
+// Rows that products take with so many entries. Those behind the entries are zeros, as memory left there might be no numbers.
+__device__ __forceinline__ int padded_rows(int entries) { return min((entries + 15) / 16 * 16, ENTRY_ROWS); }
 
 // The entry of block s of 16 whose row a lane names for load_transposed_matrices, or the last that there is room for.
 __device__ __forceinline__ int lane_entry(int lane, int s) {

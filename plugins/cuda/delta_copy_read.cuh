@@ -31,7 +31,7 @@ constexpr int MOST_VALUES = 512;        // in a row, of which every thread that 
 constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
 struct CopyReadInputs {
     Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
-    alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens, then zeros
     Adjoint<ACT> results;
     u64 ready[16];
 };
@@ -115,6 +115,11 @@ struct CopyRead {
             for (int i = thread / VALUE_LANES; i < tokens; i += VALUE_ROWS)
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
+            const int entries = history + tokens;
+#pragma unroll 1
+            for (int j = entries + thread / VALUE_LANES; j < padded_rows(entries); j += VALUE_ROWS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n) *reinterpret_cast<uint4*>(&in.v[n][j][column]) = {0, 0, 0, 0};
         }
         if (w.row.folded == 0) return clear_parts();
         if (threadIdx.x == 0) {
@@ -279,10 +284,8 @@ struct CopyRead {
         }
     }
     // Sums of block s of them for a tile.
-    __device__ void add_updates(const Updates& updates, const Present& present, const ACT* own_values, int s,
-                                Accumulator (&sums)[RESULT_TOKENS]) const {
-        Matrices block = load_transposed_matrices(own_values);
-        present.keep(block, s);
+    __device__ void add_updates(const Updates& updates, const ACT* own_values, int s, Accumulator (&sums)[RESULT_TOKENS]) const {
+        const Matrices block = load_transposed_matrices(own_values);
 #pragma unroll
         for (int i = 0; i < RESULT_TOKENS; ++i) mma_16bit<T>(sums[i], block.v, updates.c[i][s][0], updates.c[i][s][1]);
     }
@@ -317,7 +320,6 @@ struct CopyRead {
         const bool stored = w.row.folded > 0;
         vec<u32, 4> kept[KEPT_X] = {};
         Updates updates;
-        const Present present(history + tokens, lane % 4);
         const int code = opaque(code_at()), scale = opaque(scale_at());
         int own_values[ENTRIES / 16];
 #pragma unroll
@@ -340,7 +342,7 @@ struct CopyRead {
 #pragma unroll
                 for (int m = 0; m < TILES; ++m) {
                     const int first = at + m * TILE_DISTANCE;
-                    add_updates(updates, present, in.v[n][0] + row + first + own_values[0], 0, sums[m]);
+                    add_updates(updates, in.v[n][0] + row + first + own_values[0], 0, sums[m]);
                     multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, n, results + m * SUMS);
                 }
 #pragma unroll
@@ -348,7 +350,7 @@ struct CopyRead {
                     if (16 * s >= history + tokens) continue;
 #pragma unroll
                     for (int m = 0; m < TILES; ++m)
-                        add_updates(updates, present, in.v[n][0] + row + at + m * TILE_DISTANCE + own_values[s], s, sums[m]);
+                        add_updates(updates, in.v[n][0] + row + at + m * TILE_DISTANCE + own_values[s], s, sums[m]);
                 }
                 if constexpr (!DENSE) sum_scattered<4>(results, lane);
                 store(updates, sums, results, row + at);

@@ -220,7 +220,6 @@ struct Gram : GramKeys<T> {
         constexpr int ADJOINTS = KEY_HEADS_HERE * READ_TOKENS, OPERANDS = (ADJOINTS + 3) / 4, TILES = KEY_DIM / (16 * WARPS);
         constexpr int TOGETHER = ADJOINTS <= 2 && TILES % 2 == 0 ? 2 : 1;
         const int entries = history + tokens, group = lane / 4, t = lane % 4;
-        const Present present(entries, t);
         const auto result_column = [&](int tile) { return 16 * (warp + WARPS * (tile + (TOGETHER == 2 ? t / 2 : 0))) + group; };
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
@@ -245,8 +244,7 @@ struct Gram : GramKeys<T> {
                 const ACT* rows = &in.k[key][lane_entry(lane, s)][lane / 8 % 2 * 8 + 16 * warp];
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
-                    Matrices keys = load_transposed_matrices(rows + 16 * WARPS * tile);
-                    present.keep(keys, s);
+                    const Matrices keys = load_transposed_matrices(rows + 16 * WARPS * tile);
                     const bool own = TOGETHER == 1 || group / 4 == tile % TOGETHER;
 #pragma unroll
                     for (int m = 0; m < 2 * OPERANDS; ++m) {

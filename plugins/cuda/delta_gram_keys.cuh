@@ -11,7 +11,7 @@ constexpr int KEY_HEADS_HERE = HEADS / KEYS;  // value heads of the block that s
 
 // Dead once x is known.
 struct GramInputs {
-    alignas(16) ACT k[KEYS][ENTRY_ROWS][GRAM_PITCH];  // ring rows, then tokens; what is behind them counts for nothing
+    alignas(16) ACT k[KEYS][ENTRY_ROWS][GRAM_PITCH];  // ring rows, then tokens, then zeros
     alignas(16) ACT q[KEYS][READ_TOKENS][GRAM_PITCH];
     alignas(8) float kk[KEYS][ENTRY_ROWS][PRODUCT_PITCH];  // [i][j]: of i > j, zero elsewhere in the blocks of 16 that are formed
     float qk[KEYS][READ_TOKENS][PRODUCT_PITCH];         // [token][j]
@@ -66,6 +66,10 @@ struct GramKeys {
                 copy_16_bytes(&in.q[key][i][column], token);
                 copy_16_bytes(&in.k[key][history + i][column], token + KEY_HEADS * KEY_DIM);
             }
+            const int entries = history + tokens;
+#pragma unroll 1
+            for (int j = entries + threadIdx.x / ROW_LANES; j < padded_rows(entries); j += KEY_THREADS / ROW_LANES)
+                *reinterpret_cast<uint4*>(&in.k[key][j][column]) = {0, 0, 0, 0};
         }
     }
     // Until the keys are there, for the warps that have them. The others go on with their gates.
