@@ -12,147 +12,19 @@
 // Of several tokens and nvfp4, which has few enough bits, codes are multiplied by their scales in float16, exactly: then the
 // eight columns are both parts of four tokens' x, and lane 4 g + t receives the products of token t.
 #pragma once
-#include "delta_copy.cuh"
-#include "delta_gram.cuh"
-#include "ptx/arithmetic.cuh"
-#include "ptx/bulk_copy.cuh"
+#include "delta_copy_operand.cuh"
+#include "delta_copy_requests.cuh"
 #include "shared_tile.cuh"
 
-constexpr int COPY_ROWS = 16;  // of a tile
-constexpr int LANE_COLUMNS = KEY_DIM / 4, UNITS_A_LANE = LANE_COLUMNS / 8;
-// Of a lane's columns, those that share a scale, in units of 8.
-constexpr int SCALE_UNITS = (LANE_COLUMNS < COPY_BLOCK ? LANE_COLUMNS : COPY_BLOCK) / 8;
-constexpr int LANE_SCALES = SCALE_UNITS > 0 ? UNITS_A_LANE / SCALE_UNITS : 1;
-constexpr int UNIT_WORDS = READ_BITS / 4 > 0 ? READ_BITS / 4 : 1;  // words of 8 codes
-// Bytes of a state row. Small heads have no copy, and units and scales of none.
-constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = KEY_DIM < COPY_BLOCK ? 1 : KEY_DIM / COPY_BLOCK;
-
-constexpr int MOST_VALUES = 512;        // in a row, of which every thread that appends it has 16 bytes at most
-constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
-struct CopyReadInputs {
-    Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
-    alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens, then zeros
-    Adjoint<ACT> results;
-    u64 ready[16];
-};
-
-// Shared memory of a block of which BLOCKS_AN_SM fit: a multiprocessor has 228 KB, and a block takes one that it cannot use.
-constexpr int SHARE_OF_SM = (228 * 1024 / BLOCKS_AN_SM - 1024) / 128 * 128;
-constexpr int COPY_READ_LIMIT = SHARE_OF_SM < SHARED_LIMIT ? SHARE_OF_SM : SHARED_LIMIT;
-// What is left of it for codes and scales. A part of a head's rows is one request: all of them, if those of all heads fit.
-constexpr int PART_ROOM = COPY_READ_LIMIT - 128 - int(sizeof(CopyReadInputs));
-constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM || SLICE % (COPY_ROWS * WARPS) ? SLICE : COPY_ROWS * WARPS;
-constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
-constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
-constexpr bool READS_COPY = COPIED && TOKENS > 0 && WIDE && NARROW_INPUTS && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
-                            VALUE_DIM % SPLIT == 0 && SLICE % COPY_ROWS == 0 && SLICE <= MOST_VALUES && COPY_STAGES > 0;
-
-struct CopyPart {
-    alignas(16) u8 codes[PART_ROWS * CODE_ROW];
-    alignas(16) u8 scales[PART_ROWS * SCALE_ROW];
-};
-struct CopyReadShared {
-    alignas(128) CopyPart parts[COPY_STAGES > 0 ? COPY_STAGES : 1];
-    alignas(16) CopyReadInputs in;
-};
-
 template <typename T>
-struct CopyRead {
-    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, ChainAdjoint>::type Form;
+struct CopyRead : CopyRequests<T> {
+    typedef CopyRequests<T> Requests;
+    using Requests::history, Requests::in, Requests::lane, Requests::request_part, Requests::shared, Requests::tokens, Requests::w,
+        Requests::warp;
 
-    const Work& w;
-    CopyReadShared& shared;
-    CopyReadInputs& in;
-    Form adjoint;
-    const int warp, lane, history, tokens;
-
-    __device__ CopyRead(const Work& work, CopyReadShared& memory)
-        : w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), warp(threadIdx.x / 32),
-          lane(opaque(int(threadIdx.x)) & 31), history(work.row.history()), tokens(work.row.tokens) {}
-
-    // ---- requests ----------------------------------------------------------------------------------------------------
-
-    // By one thread.
-    __device__ void request_part(int part) {
-        constexpr int HEAD_PARTS = SLICE / PART_ROWS;
-        const ReadCopy copy = w.of_head(part / HEAD_PARTS).copy();
-        const int row = part % HEAD_PARTS * PART_ROWS;
-        CopyPart& to = shared.parts[part % COPY_STAGES];
-        u64* ready = &in.ready[part % COPY_STAGES];
-        expect_bytes(ready, PART_ROWS * (CODE_ROW + SCALE_ROW));
-        stream_to_shared(to.codes, copy.codes + row * CODE_ROW, PART_ROWS * CODE_ROW, ready);
-        stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, ready);
-    }
-
-    // Zeros, for a state that has not been stored yet.
-    __device__ void clear_parts() const {
-        constexpr int UNITS = int(sizeof(shared.parts)) / 16;
-#pragma unroll 1
-        for (int at = threadIdx.x; at < UNITS; at += THREADS) reinterpret_cast<uint4*>(shared.parts)[at] = {0, 0, 0, 0};
-    }
-
-    static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
-    // Values are loaded by the warps that do not load keys, if there are some of them that have lanes for a row.
-    static constexpr int OTHER_WARPS = GRAM ? WARPS - KEY_WARPS : 0;
-    static constexpr int VALUE_WARPS = OTHER_WARPS > 0 && VALUE_LANES <= 32 * OTHER_WARPS ? OTHER_WARPS : WARPS;
-    static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
-    static_assert(!READS_COPY || VALUE_ROWS > 0, "lanes for a row of values");
-
-    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
-    __device__ void request() {
-        adjoint.request();
-        const int thread = int(threadIdx.x) - 32 * (WARPS - VALUE_WARPS);
-        if (u32(thread) < VALUE_ROWS * VALUE_LANES) {
-            const int column = thread % VALUE_LANES * 8;
-            const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_v) + w.ring_v_at(0) + column);
-#pragma unroll 1
-            for (int j = thread / VALUE_LANES; j < history; j += VALUE_ROWS)
-#pragma unroll
-                for (int n = 0; n < HEADS; ++n)
-                    copy_16_bytes(&in.v[n][j][column], ring + (n * RING_ROWS + w.history_row(j)) * VALUE_DIM);
-            const T* values = opaque(w.v(0) + column);
-#pragma unroll 1
-            for (int i = thread / VALUE_LANES; i < tokens; i += VALUE_ROWS)
-#pragma unroll
-                for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
-            const int entries = history + tokens;
-#pragma unroll 1
-            for (int j = entries + thread / VALUE_LANES; j < padded_rows(entries); j += VALUE_ROWS)
-#pragma unroll
-                for (int n = 0; n < HEADS; ++n) *reinterpret_cast<uint4*>(&in.v[n][j][column]) = {0, 0, 0, 0};
-        }
-        if (w.row.folded == 0) return clear_parts();
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
-            publish_barriers();
-#pragma unroll 1
-            for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
-        }
-    }
+    __device__ CopyRead(const Work& work, CopyReadShared& memory) : Requests(work, memory) {}
 
     // ---- the product -----------------------------------------------------------------------------------------------------
-
-    // Eight codes as four pairs of float16; those of E2M1, without an instruction for it, times 2^-14: their lower three bits become
-    // the lowest of the exponent and the highest of the fraction, even ones first.
-    __device__ static void widen(const u32* words, u32 (&pairs)[4]) {
-        if constexpr (READ_BITS == 8) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) pairs[i] = from_e4m3_pair(u16(words[i / 2] >> i % 2 * 16));
-        } else {
-            const u32 word = words[0];
-#if HAS_E2M1
-            from_e2m1_word(pairs, word);
-#else
-            constexpr u32 MAGNITUDES = 0x0e0e0e0eu;
-            const u32 signs = select_bits(0x88888888u, word, 0);  // for both: an operator would be repeated behind the shift
-            const u32 even = select_bits(MAGNITUDES, word << 1, signs << 4), odd = select_bits(MAGNITUDES, word >> 3, signs);
-            pairs[0] = __byte_perm(even, 0, 0x1404), pairs[1] = __byte_perm(even, 0, 0x3424);
-            pairs[2] = __byte_perm(odd, 0, 0x1404), pairs[3] = __byte_perm(odd, 0, 0x3424);
-#endif
-        }
-    }
-    static constexpr float CODE_UNIT = READ_BITS == 4 && !HAS_E2M1 ? 16384.0f : 1.0f;
 
     static constexpr bool DENSE = READ_BITS == 4 && READ_TOKENS > 1;
     // Right operands of a unit of columns: one a token, or one for four tokens.
@@ -170,17 +42,6 @@ struct CopyRead {
     static constexpr bool KEEPS_X = UNITS_A_LANE > 0 && OPERANDS * UNITS_A_LANE <= 8;
     static constexpr int KEPT_X = KEEPS_X ? OPERANDS * UNITS_A_LANE : 1;
 
-    __device__ static float scale_of(u8 code) {
-        if constexpr (READ_BITS == 8) return fp8_scale_value(code);
-        else return from_e4m3(code);
-    }
-    // A row's E4M3 scales as float16, of which both halves of a pair are multiplied by one.
-    __device__ static u32 widen_scales(const vec<u8, LANE_SCALES>& codes) {
-        return from_e4m3_pair(LANE_SCALES == 2 ? *reinterpret_cast<const u16*>(codes.v) : u16(codes.v[0]));
-    }
-    __device__ static u32 times_half(u32 pair, u32 factors, int s) {
-        return multiply_halves(pair, __byte_perm(factors, 0, s ? 0x3232 : 0x1010));
-    }
     // Where a lane's codes and scales lie in a tile, and its unit of block s of the values that load_transposed_matrices reads.
     __device__ int code_at() const { return lane / 4 * CODE_ROW + lane % 4 * (LANE_COLUMNS * READ_BITS / 8); }
     __device__ int scale_at() const { return (lane / 4 * KEY_DIM + LANE_COLUMNS * (lane % 4)) / COPY_BLOCK; }
@@ -360,21 +221,6 @@ struct CopyRead {
                 if (threadIdx.x == 0 && stored && part + COPY_STAGES < PARTS) request_part(part + COPY_STAGES);
             }
         }
-    }
-
-    // The step's v to the ring, by the first threads.
-    static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS, APPENDED_ROWS = APPENDING / VALUE_LANES;
-    static_assert(!READS_COPY || APPENDED_ROWS > 0, "threads for a row of values");
-    __device__ void append_values() const {
-        if (!adjoint.appends()) return;
-        const int column = threadIdx.x % VALUE_LANES * 8, first = threadIdx.x / VALUE_LANES;
-        if (first >= APPENDED_ROWS) return;
-#pragma unroll 1
-        for (int token = first; token < tokens; token += APPENDED_ROWS)
-#pragma unroll
-            for (int n = 0; n < HEADS; ++n)
-                *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
-                    *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
     }
 };
 

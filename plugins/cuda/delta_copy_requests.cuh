@@ -1,0 +1,94 @@
+// What a step that answers from the read copy (delta_copy_read.cuh) requests, and what of its tokens it appends to the ring.
+#pragma once
+#include "delta_copy_shape.cuh"
+#include "ptx/bulk_copy.cuh"
+
+// T: of keys, queries and values.
+template <typename T>
+struct CopyRequests {
+    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, ChainAdjoint>::type Form;
+
+    const Work& w;
+    CopyReadShared& shared;
+    CopyReadInputs& in;
+    Form adjoint;
+    const int warp, lane, history, tokens;
+
+    __device__ CopyRequests(const Work& work, CopyReadShared& memory)
+        : w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), warp(threadIdx.x / 32),
+          lane(opaque(int(threadIdx.x)) & 31), history(work.row.history()), tokens(work.row.tokens) {}
+
+    // By one thread.
+    __device__ void request_part(int part) {
+        constexpr int HEAD_PARTS = SLICE / PART_ROWS;
+        const ReadCopy copy = w.of_head(part / HEAD_PARTS).copy();
+        const int row = part % HEAD_PARTS * PART_ROWS;
+        CopyPart& to = shared.parts[part % COPY_STAGES];
+        u64* ready = &in.ready[part % COPY_STAGES];
+        expect_bytes(ready, PART_ROWS * (CODE_ROW + SCALE_ROW));
+        stream_to_shared(to.codes, copy.codes + row * CODE_ROW, PART_ROWS * CODE_ROW, ready);
+        stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, ready);
+    }
+
+    // Zeros, for a state that has not been stored yet.
+    __device__ void clear_parts() const {
+        constexpr int UNITS = int(sizeof(shared.parts)) / 16;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < UNITS; at += THREADS) reinterpret_cast<uint4*>(shared.parts)[at] = {0, 0, 0, 0};
+    }
+
+    static constexpr int VALUE_LANES = SLICE / 8;  // of 16 bytes
+    // Values are loaded by the warps that do not load keys, if there are some of them that have lanes for a row.
+    static constexpr int OTHER_WARPS = GRAM ? WARPS - KEY_WARPS : 0;
+    static constexpr int VALUE_WARPS = OTHER_WARPS > 0 && VALUE_LANES <= 32 * OTHER_WARPS ? OTHER_WARPS : WARPS;
+    static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
+    static_assert(!READS_COPY || VALUE_ROWS > 0, "lanes for a row of values");
+
+    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
+    __device__ void request() {
+        adjoint.request();
+        const int thread = int(threadIdx.x) - 32 * (WARPS - VALUE_WARPS);
+        if (u32(thread) < VALUE_ROWS * VALUE_LANES) {
+            const int column = thread % VALUE_LANES * 8;
+            const T* ring = opaque(reinterpret_cast<const T*>(w.t.ring_v) + w.ring_v_at(0) + column);
+#pragma unroll 1
+            for (int j = thread / VALUE_LANES; j < history; j += VALUE_ROWS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n)
+                    copy_16_bytes(&in.v[n][j][column], ring + (n * RING_ROWS + w.history_row(j)) * VALUE_DIM);
+            const T* values = opaque(w.v(0) + column);
+#pragma unroll 1
+            for (int i = thread / VALUE_LANES; i < tokens; i += VALUE_ROWS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n) copy_16_bytes(&in.v[n][history + i][column], values + i * w.t.qkv_stride + n * VALUE_DIM);
+            const int entries = history + tokens;
+#pragma unroll 1
+            for (int j = entries + thread / VALUE_LANES; j < padded_rows(entries); j += VALUE_ROWS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n) *reinterpret_cast<uint4*>(&in.v[n][j][column]) = {0, 0, 0, 0};
+        }
+        if (w.row.folded == 0) return clear_parts();
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
+            publish_barriers();
+#pragma unroll 1
+            for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
+        }
+    }
+
+    // The step's v to the ring, by the first threads.
+    static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS, APPENDED_ROWS = APPENDING / VALUE_LANES;
+    static_assert(!READS_COPY || APPENDED_ROWS > 0, "threads for a row of values");
+    __device__ void append_values() const {
+        if (!adjoint.appends()) return;
+        const int column = threadIdx.x % VALUE_LANES * 8, first = threadIdx.x / VALUE_LANES;
+        if (first >= APPENDED_ROWS) return;
+#pragma unroll 1
+        for (int token = first; token < tokens; token += APPENDED_ROWS)
+#pragma unroll
+            for (int n = 0; n < HEADS; ++n)
+                *reinterpret_cast<uint4*>(w.t.ring_v_out + w.of_head(n).ring_v_at(w.append_row(token)) + column) =
+                    *reinterpret_cast<const uint4*>(&in.v[n][history + token][column]);
+    }
+};
