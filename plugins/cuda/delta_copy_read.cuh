@@ -19,10 +19,10 @@
 template <typename T>
 struct CopyRead : CopyRequests<T> {
     typedef CopyRequests<T> Requests;
-    using Requests::history, Requests::in, Requests::lane, Requests::request_part, Requests::shared, Requests::tokens, Requests::w,
+    using Requests::history, Requests::in, Requests::lane, Requests::ready, Requests::request_part, Requests::shared, Requests::tokens, Requests::w,
         Requests::warp;
 
-    __device__ CopyRead(const Work& work, CopyReadShared& memory) : Requests(work, memory) {}
+    __device__ CopyRead(const Work& work, CopyReadShared& memory, PartBarriers& barriers) : Requests(work, memory, barriers) {}
 
     // ---- the product -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ struct CopyRead : CopyRequests<T> {
 #pragma unroll
                     for (int m = 0; m < KEPT_X; ++m) load_x(kept[m], n, m / UNITS_A_LANE, m % UNITS_A_LANE);
             }
-            if (stored) wait_barrier(&in.ready[stage], part / COPY_STAGES % 2);
+            if (stored) wait_barrier(&ready[stage], part / COPY_STAGES % 2);
             const CopyPart& from = shared.parts[stage];
 #pragma unroll 1
             for (int at = warp * COPY_ROWS; at < PART_ROWS; at += TILES * TILE_DISTANCE) {
@@ -225,8 +225,8 @@ struct CopyRead : CopyRequests<T> {
 };
 
 template <typename T>
-__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared) {
-    CopyRead<T> read(w, shared);
+__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared, PartBarriers& barriers) {
+    CopyRead<T> read(w, shared, barriers);
     read.request();
     float head_scale = 1.0f;
     if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.solved_head()).copy().head_scale;

@@ -11,12 +11,13 @@ struct CopyRequests {
     const Work& w;
     CopyReadShared& shared;
     CopyReadInputs& in;
+    PartBarriers& ready;
     Form adjoint;
     const int warp, lane, history, tokens;
 
-    __device__ CopyRequests(const Work& work, CopyReadShared& memory)
-        : w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), warp(threadIdx.x / 32),
-          lane(opaque(int(threadIdx.x)) & 31), history(work.row.history()), tokens(work.row.tokens) {}
+    __device__ CopyRequests(const Work& work, CopyReadShared& memory, PartBarriers& barriers)
+        : w(work), shared(memory), in(memory.in), ready(barriers), adjoint(work, memory.in.adjoint, memory.in.results),
+          warp(threadIdx.x / 32), lane(opaque(int(threadIdx.x)) & 31), history(work.row.history()), tokens(work.row.tokens) {}
 
     // By one thread.
     __device__ void request_part(int part) {
@@ -24,10 +25,10 @@ struct CopyRequests {
         const ReadCopy copy = w.of_head(part / HEAD_PARTS).copy();
         const int row = part % HEAD_PARTS * PART_ROWS;
         CopyPart& to = shared.parts[part % COPY_STAGES];
-        u64* ready = &in.ready[part % COPY_STAGES];
-        expect_bytes(ready, PART_ROWS * (CODE_ROW + SCALE_ROW));
-        stream_to_shared(to.codes, copy.codes + row * CODE_ROW, PART_ROWS * CODE_ROW, ready);
-        stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, ready);
+        u64* arrived = &ready[part % COPY_STAGES];
+        expect_bytes(arrived, PART_ROWS * (CODE_ROW + SCALE_ROW));
+        stream_to_shared(to.codes, copy.codes + row * CODE_ROW, PART_ROWS * CODE_ROW, arrived);
+        stream_to_shared(to.scales, copy.scales + row * SCALE_ROW, PART_ROWS * SCALE_ROW, arrived);
     }
 
     // Zeros, for a state that has not been stored yet.
@@ -70,7 +71,7 @@ struct CopyRequests {
         if (w.row.folded == 0) return clear_parts();
         if (threadIdx.x == 0) {
 #pragma unroll
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&in.ready[stage]);
+            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&ready[stage]);
             publish_barriers();
 #pragma unroll 1
             for (int part = 0; part < COPY_STAGES; ++part) request_part(part);

@@ -19,7 +19,6 @@ struct CopyReadInputs {
     Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
     alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens, then zeros
     Adjoint<ACT> results;
-    u64 ready[16];
 };
 
 // Shared memory of a block of which BLOCKS_AN_SM fit: a multiprocessor has 228 KB, and a block takes one that it cannot use.
@@ -41,3 +40,5 @@ struct CopyReadShared {
     alignas(128) CopyPart parts[COPY_STAGES > 0 ? COPY_STAGES : 1];
     alignas(16) CopyReadInputs in;
 };
+// On which they arrive. A fold takes over the rest of the shared memory, but nothing else may lie where a barrier has been.
+typedef u64 PartBarriers[COPY_STAGES > 0 ? COPY_STAGES : 1];

@@ -42,10 +42,12 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
 template <typename T>
 __device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) {
     Row& row = block.row;
-    if constexpr (READS_COPY && sizeof(T) == 2)
-        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory));
-    else
+    if constexpr (READS_COPY && sizeof(T) == 2) {
+        __shared__ PartBarriers barriers;
+        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory), barriers);
+    } else {
         replay<Pass::ANSWER>(block, memory);
+    }
     if (!row.folds()) return;
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
