@@ -10,51 +10,11 @@
 // that more of the state stands behind each wait for them. The product of four tokens or more with a float32 state runs on tensor
 // cores, in two tf32 parts of either operand.
 #pragma once
-#include "delta_gram.cuh"
+#include "delta_read_tiles.cuh"
 #include "ptx/bulk_copy.cuh"
-
-constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
-constexpr int STAGES = 2;
-
-// Everything but the state's tiles.
-struct ReadInputs {
-    union {
-        Either<GRAM, GramInputs, ChainInputs>::type adjoint;
-        alignas(16) float o[HEADS][READ_TOKENS][SLICE];
-    };
-    alignas(16) RING ring_v[HEADS][READ_HISTORY][SLICE];
-    alignas(16) ACT v[HEADS][READ_TOKENS][SLICE];
-    FloatAdjoint results;
-    u64 tile_ready[WARPS][STAGES];
-};
-
-// The product runs on tensor cores, of which a warp takes 8 rows at a time straight from memory.
-constexpr int MATRIX_ROWS = 8;
-constexpr bool MATRIX = GRAM && READ_TOKENS >= 4 && sizeof(STATE) == 4 && KEY_DIM <= 128 && WARP_ROWS % MATRIX_ROWS == 0;
 
 // Tokens whose x fits into a lane's registers at once: all of them, or a half, a quarter...
 constexpr int read_group(int tokens) { return tokens == 1 || tokens * LANE_COLS <= 64 ? tokens : read_group(tokens / 2); }
-
-// State rows of a tile in shared memory: as many as shared memory holds, 4 KB at most.
-constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
-constexpr int tile_rows(int rows) {
-    return rows == 0 ? 0
-           : WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 &&
-                   WARPS * STAGES * rows * ROW_BYTES + int(sizeof(ReadInputs)) + 256 <= SHARED_LIMIT
-               ? rows
-               : tile_rows(rows / 2);
-}
-constexpr bool TILES_FIT = MATRIX ? STAGES * ROW_BYTES + int(sizeof(ReadInputs)) + 256 <= SHARED_LIMIT : tile_rows(32) > 0;
-constexpr int TILE_ROWS = tile_rows(32) > 0 ? tile_rows(32) : 1;
-constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
-
-constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
-                       VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
-
-struct ReadShared {
-    alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][MATRIX ? 1 : TILE_ROWS][KEY_DIM];
-    alignas(16) ReadInputs in;
-};
 
 struct Read {
     const Tensors& t;
@@ -72,7 +32,7 @@ struct Read {
     // ---- requests ------------------------------------------------------------------------------------------------------
 
     __device__ void request_tile(int tile) {
-        u64* barrier = &in.tile_ready[warp][tile % STAGES];
+        u64* barrier = &shared.tile_ready[warp][tile % STAGES];
         constexpr u32 BYTES = TILE_ROWS * ROW_BYTES;
         expect_bytes(barrier, BYTES);
         const STATE* from = t.state + w.of_head(tile / HEAD_TILES).state_at(warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS);
@@ -82,7 +42,7 @@ struct Read {
     // The ring's live rows and the step's k and v first, since the chains wait for them, then every warp's first tiles.
     __device__ void request() {
         if (!MATRIX && lane == 0) {
-            for (int s = 0; s < STAGES; ++s) init_barrier(&in.tile_ready[warp][s]);
+            for (int s = 0; s < STAGES; ++s) init_barrier(&shared.tile_ready[warp][s]);
             publish_barriers();
         }
         adjoint.request();
@@ -137,13 +97,56 @@ struct Read {
         }
     }
 
+    // The same of a single token, by ROW_LANES lanes a row.
+    __device__ void read_rows() {
+        constexpr int VECTORS = BY_EIGHTS ? KEY_DIM / (ROW_LANES * ROW_VECTOR) : 1;
+        constexpr int PASSES = BY_EIGHTS ? TILE_ROWS / ROWS_AT_ONCE : 1, SUMS = BY_EIGHTS ? HEAD_TILES * PASSES : 1;
+        const int row = lane / ROW_LANES, column = lane % ROW_LANES * ROW_VECTOR;
+#pragma unroll 1
+        for (int n = 0; n < HEADS; ++n) {
+            float x[VECTORS][ROW_VECTOR], sums[SUMS];
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+                for (int i = 0; i < ROW_VECTOR; i += 4)
+                    load_vector<4>(&in.results.x[n][0][v * ROW_LANES * ROW_VECTOR + column + i], &x[v][i]);
+#pragma unroll
+            for (int head_tile = 0; head_tile < SUMS / PASSES; ++head_tile) {
+                const int tile = n * HEAD_TILES + head_tile, stage = tile % STAGES;
+                wait_barrier(&shared.tile_ready[warp][stage], tile / STAGES % 2);
+#pragma unroll
+                for (int pass = 0; pass < PASSES; ++pass) {
+                    const STATE* from = shared.tiles[warp][stage][pass * ROWS_AT_ONCE + row] + column;
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int v = 0; v < VECTORS; ++v) {
+                        float s[ROW_VECTOR];
+                        load_vector<ROW_VECTOR>(from + v * ROW_LANES * ROW_VECTOR, s);
+#pragma unroll
+                        for (int i = 0; i < ROW_VECTOR; ++i) sum = fmaf(s[i], x[v][i], sum);
+                    }
+                    sums[head_tile * PASSES + pass] = sum;
+                }
+                if (tile + STAGES >= TILES) continue;
+                __syncwarp();
+                if (lane == 0) request_tile(tile + STAGES);
+            }
+            sum_scattered<ROW_LANES>(sums, lane);
+            if (lane % COPIES<ROW_LANES, SUMS> == 0) {
+#pragma unroll
+                for (int i = 0; i < KEPT<ROW_LANES, SUMS>; ++i)
+                    in.o[n][0][warp * WARP_ROWS + (first_kept<ROW_LANES, SUMS>(lane) + i) * ROWS_AT_ONCE + row] = sums[i];
+            }
+        }
+    }
+
     __device__ void read_state() {
         float x[GROUP][LANE_COLS];
 #pragma unroll 1
         for (int tile = 0; tile < TILES; ++tile) {
             const int n = tile / HEAD_TILES, first_row = warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS;
             if (GROUPS == 1 && tile % HEAD_TILES == 0) load_x(x, n, 0);
-            wait_barrier(&in.tile_ready[warp][tile % STAGES], tile / STAGES % 2);
+            wait_barrier(&shared.tile_ready[warp][tile % STAGES], tile / STAGES % 2);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 if constexpr (GROUPS > 1) load_x(x, n, group);
@@ -264,6 +267,8 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     if (w.row.folded > 0) {
         if constexpr (MATRIX)
             read.read_matrix();
+        else if constexpr (BY_EIGHTS)
+            read.read_rows();
         else
             read.read_state();
     }

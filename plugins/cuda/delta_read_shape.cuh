@@ -6,8 +6,9 @@ constexpr int READ_TOKENS = TOKENS > 0 ? TOKENS : 1;
 // Ring rows that a step may find: with drafts a whole window, without them the token that fills it is folded.
 constexpr int MOST_HISTORY = RING_ROWS > WINDOW ? WINDOW : WINDOW > 1 ? WINDOW - 1 : 1;
 // Without a copy only rows that do not fold are read. advance folds when history + T > WINDOW, and a variant serves more than
-// TOKENS / 2 tokens; longer histories are folded.
-constexpr int SHORT_HISTORY = WINDOW - READ_TOKENS / 2 - 1 > 0 ? WINDOW - READ_TOKENS / 2 - 1 : 1;
+// TOKENS / 2 tokens; longer histories are folded. A single token that fills the window is folded as well.
+constexpr int FEWEST_TOKENS = READ_TOKENS == 1 ? 2 : READ_TOKENS / 2 + 1;
+constexpr int SHORT_HISTORY = WINDOW > FEWEST_TOKENS ? WINDOW - FEWEST_TOKENS : 1;
 constexpr int READ_HISTORY = COPIED ? MOST_HISTORY : SHORT_HISTORY;
 constexpr int HEADS = HEADS_A_BLOCK;
 constexpr int KEYS = HEADS > HEADS_PER_KEY ? HEADS / HEADS_PER_KEY : 1;  // key heads of the block
