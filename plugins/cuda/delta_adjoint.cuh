@@ -94,8 +94,11 @@ struct HeldChains {
         chains.load_gates();
         wait_copies();
         __syncthreads();
+        chains.wait_for_ring();
         append();
         chains.append_keys();
+        chains.multiply_keys();
+        __syncthreads();
         if (!chains.has_tokens()) return;
         chains.run(x);
         __syncwarp();

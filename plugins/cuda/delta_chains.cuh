@@ -1,10 +1,15 @@
-// The adjoint of a step (delta_read.cuh), a warp a token: entry after entry, from the token backwards.
+// The adjoint of a step (delta_read.cuh), a warp a token: a block of entries after the other, from the token backwards.
+//
+// Entry m of a block is older than entry m - 1. With D_nm the decays of entries n ... m - 1 (channel by channel),
+//
+//     c_m = beta_m (k_m . D_0m x - sum_{n<m} c_n k_m . D_nm k_n),    x = D_0B x - sum_n c_n D_nB k_n
+//
+// so that a block's sums over lanes are formed at once instead of one behind the other. Those that do not depend on x, products of
+// keys and norms, come first, a block a warp: then a token that is alone has one warp's walk with four sums a block.
 #pragma once
-#include "delta_read_shape.cuh"
+#include "delta_chain_blocks.cuh"
+#include "delta_ring_rows.cuh"
 #include "ptx/async_copy.cuh"
-
-// Entries that a chain takes at once: ring rows, the step's tokens.
-constexpr int CHAIN_BLOCK = 4, TOKEN_BLOCK = READ_TOKENS < 4 ? READ_TOKENS : 4;
 
 // A row of N elements, by a warp.
 template <int N, typename T>
@@ -15,9 +20,11 @@ __device__ __forceinline__ void request_row(T* to, const T* from, int lane) {
 struct ChainInputs {
     RING_K ring_k[KEYS][READ_HISTORY][KEY_DIM];
     ACT k[KEYS][READ_TOKENS][KEY_DIM];
-    alignas(16) float ring_g[HEADS][READ_HISTORY][PER_CHANNEL ? KEY_DIM : 4];
-    alignas(16) float g[HEADS][READ_TOKENS][PER_CHANNEL ? KEY_DIM : 4];
+    alignas(16) float ring_g[HEADS][READ_HISTORY][DECAY_COLUMNS];
+    alignas(16) float g[HEADS][READ_TOKENS][DECAY_COLUMNS];
     float ring_beta[HEADS][READ_HISTORY], beta[HEADS][READ_TOKENS];
+    BlockProducts ring_blocks[HEADS][RING_BLOCKS], blocks[HEADS][TOKEN_BLOCKS];  // from the newest on
+    u64 ready;
 };
 
 struct Chains {
@@ -34,32 +41,46 @@ struct Chains {
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
 
+    // The ring by one thread, of the last warp, since the first has gates to load; the step's keys by all.
     __device__ void request() const {
-        for (int j = warp; j < history + tokens; j += WARPS) {
-            const int token = j - history, row = w.history_row(j);
+        if (threadIdx.x == THREADS - 32) {
+            init_barrier(&in.ready);
+            publish_barriers();
+            constexpr int GATE_BYTES = PER_CHANNEL ? HEADS * int(sizeof(in.ring_g[0][0])) : 0;
+            expect_bytes(&in.ready, history * (KEYS * int(sizeof(in.ring_k[0][0])) + GATE_BYTES));
 #pragma unroll
-            for (int n = 0; n < KEYS; ++n) {
-                const Work head = w.of_head(n * (HEADS / KEYS));
-                if (j < history)
-                    request_row<KEY_DIM>(in.ring_k[n][j], w.t.ring_k + head.ring_k_at(row), lane);
-                else
-                    request_row<KEY_DIM>(in.k[n][token], head.k(token), lane);
+            for (int n = 0; n < HEADS; ++n) {
+                const Work head = w.of_head(n);
+                for_ring_spans(w, [&](int entry, int row, int count) {
+                    constexpr int HEADS_OF_KEY = HEADS / KEYS;
+                    if (n % HEADS_OF_KEY == 0)
+                        stream_to_shared(in.ring_k[n / HEADS_OF_KEY][entry], w.t.ring_k + head.ring_k_at(row),
+                                         count * u32(sizeof(in.ring_k[0][0])), &in.ready);
+                    if constexpr (PER_CHANNEL)
+                        stream_to_shared(in.ring_g[n][entry], w.t.ring_g + head.ring_g_at(row), count * u32(sizeof(in.ring_g[0][0])),
+                                         &in.ready);
+                });
             }
-            if constexpr (PER_CHANNEL)
-#pragma unroll
-                for (int n = 0; n < HEADS; ++n)
-                    if (j < history) request_row<KEY_DIM>(in.ring_g[n][j], w.t.ring_g + w.of_head(n).ring_g_at(row), lane);
         }
+        __syncwarp();
+#pragma unroll 1
+        for (int token = warp; token < tokens; token += WARPS)
+#pragma unroll
+            for (int n = 0; n < KEYS; ++n) request_row<KEY_DIM>(in.k[n][token], w.of_head(n * (HEADS / KEYS)).k(token), lane);
     }
+    // For all threads, behind a barrier of all of them.
+    __device__ void wait_for_ring() const { wait_barrier(&in.ready, 0); }
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
     __device__ void load_gates() {
+#pragma unroll 1
         for (int m = threadIdx.x; m < HEADS * history; m += THREADS) {
             const int n = m % HEADS, j = m / HEADS, row = w.history_row(j);
             const Work head = w.of_head(n);
             in.ring_beta[n][j] = w.t.ring_beta[head.ring_beta_at(row)];
             if constexpr (!PER_CHANNEL) in.ring_g[n][j][0] = w.t.ring_g[head.ring_g_at(row)];
         }
+#pragma unroll 1
         for (int m = threadIdx.x; m < HEADS * tokens; m += THREADS) {
             const int n = m % HEADS, i = m / HEADS;
             const Work head = w.of_head(n);
@@ -68,6 +89,7 @@ struct Chains {
             if (head.leads_head() && appends()) w.t.ring_beta_out[head.ring_beta_at(w.append_row(i))] = beta;
         }
         constexpr int CHANNELS_A_TOKEN = PER_CHANNEL ? KEY_DIM : 1;
+#pragma unroll 1
         for (int m = threadIdx.x; m < HEADS * tokens * CHANNELS_A_TOKEN; m += THREADS) {
             const int channel = m % CHANNELS_A_TOKEN, n = m / CHANNELS_A_TOKEN % HEADS, i = m / (CHANNELS_A_TOKEN * HEADS);
             const Work head = w.of_head(n);
@@ -84,19 +106,28 @@ struct Chains {
     __device__ int chain_token(int chain) const { return warp / HEADS + chain * HEAD_WARPS; }
     __device__ bool has_tokens() const { return chain_token(0) < tokens; }
 
-    // BLOCK entries back, for those of the warp's tokens that are not older. Entry m of the block is older than entry m - 1.
-    // With D_nm the decays of entries n ... m - 1 (channel by channel),
-    //
-    //     c_m = beta_m (k_m . D_0m x - sum_{n<m} c_n k_m . D_nm k_n),    x = D_0B x - sum_n c_n D_nB k_n
-    //
-    // so that the sums over lanes, which take most of the time, are all formed at once instead of one behind the other.
-    // `newest`: index of entry 0 among the step's tokens, below zero for the ring. `entry`: its column in c. `live` entries
-    // of the block exist; the others change nothing.
+    // Of all blocks, by all warps. Those of tokens are the first warps', those of the ring from the last warp on.
+    __device__ void multiply_keys() const {
+#pragma unroll 1
+        for (int m = warp; m < HEADS * TOKEN_BLOCKS; m += WARPS) {
+            const int n = m % HEADS, key = n / (HEADS / KEYS), block = m / HEADS, i = tokens - 1 - block * TOKEN_BLOCK;
+            if (i >= 0) multiply_block<TOKEN_BLOCK>(in.blocks[n][block], lane, in.k[key][i], in.g[n][i], &in.beta[n][i], i + 1);
+        }
+#pragma unroll 1
+        for (int m = WARPS - 1 - warp; m < HEADS * RING_BLOCKS; m += WARPS) {
+            const int n = m % HEADS, key = n / (HEADS / KEYS), block = m / HEADS, j = history - 1 - block * CHAIN_BLOCK;
+            if (j >= 0)
+                multiply_block<CHAIN_BLOCK>(in.ring_blocks[n][block], lane, in.ring_k[key][j], in.ring_g[n][j], &in.ring_beta[n][j], j + 1);
+        }
+    }
+
+    // BLOCK entries back, for those of the warp's tokens that are not older. `newest`: index of entry 0 among the step's tokens, below
+    // zero for the ring. `entry`: its column in c. `live` entries of the block exist; the others change nothing.
     template <int BLOCK, typename T>
-    __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const T* keys, const float* log_decays, const float* betas,
+    __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const BlockProducts& products, const T* keys, const float* decays,
                               int newest, int entry, int live) {
-        constexpr int PAIRS_OF_KEYS = BLOCK * (BLOCK + 1) / 2;
-        constexpr int COLUMNS = sizeof(in.g[0][0]) / sizeof(float);
+        constexpr int SUMS = BLOCK * CHAINS, PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
+        static_assert(SUMS <= PADDED, "more sums than lanes");
         float k[BLOCK][LANE_COLS], decay[BLOCK][LANE_COLS];
 #pragma unroll
         for (int m = 0; m < BLOCK; ++m) {
@@ -106,30 +137,12 @@ struct Chains {
                 continue;
             }
             load_columns(keys - m * KEY_DIM, lane, k[m]);
-            if constexpr (PER_CHANNEL) {
-                load_columns(log_decays - m * COLUMNS, lane, decay[m]);
-#pragma unroll
-                for (int i = 0; i < LANE_COLS; ++i) decay[m][i] = expf(decay[m][i]);
-            } else {
-                decay[m][0] = expf(log_decays[-m * COLUMNS]);
-            }
+            if constexpr (PER_CHANNEL)
+                load_columns(decays - m * DECAY_COLUMNS, lane, decay[m]);
+            else
+                decay[m][0] = decays[-m * DECAY_COLUMNS];
         }
-        // Products of keys with older keys, then with x.
-        constexpr int SUMS = PAIRS_OF_KEYS + BLOCK * CHAINS, PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
-        static_assert(SUMS <= PADDED, "more sums than lanes");
         float sums[PADDED] = {};
-#pragma unroll
-        for (int n = 0; n < BLOCK; ++n) {
-            float carried[LANE_COLS];
-#pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i) carried[i] = k[n][i];
-#pragma unroll
-            for (int m = n; m < BLOCK; ++m) {
-                sums[m * (m + 1) / 2 + n] = dot(k[m], carried);
-#pragma unroll
-                for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
-            }
-        }
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain) {
             float carried[LANE_COLS];
@@ -137,25 +150,19 @@ struct Chains {
             for (int i = 0; i < LANE_COLS; ++i) carried[i] = x[chain][i];
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                sums[PAIRS_OF_KEYS + chain * BLOCK + m] = dot(k[m], carried);
+                sums[chain * BLOCK + m] = dot(k[m], carried);
                 if (newest - m > chain_token(chain)) continue;
 #pragma unroll
                 for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
             }
         }
-        if constexpr (SUMS > 8) {
+        if constexpr (SUMS > 4) {
             sum_scattered<32>(sums, lane);
             const float mine = sums[0];
 #pragma unroll
             for (int n = 0; n < SUMS; ++n) sums[n] = __shfl_sync(~0u, mine, n * COPIES<32, PADDED>);
         } else {
             sum_all<32>(sums);
-        }
-        float norm[BLOCK], beta[BLOCK];
-#pragma unroll
-        for (int m = 0; m < BLOCK; ++m) {
-            norm[m] = rsqrtf(sums[m * (m + 1) / 2 + m] + NORM_EPSILON);
-            beta[m] = m < live ? betas[-m] * norm[m] : 0.0f;
         }
 #pragma unroll
         for (int chain = 0; chain < CHAINS; ++chain) {
@@ -164,12 +171,12 @@ struct Chains {
             float along[BLOCK];  // c over the norm of k, which multiplies k as it is stored; zero for entries newer than x
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                float sum = sums[PAIRS_OF_KEYS + chain * BLOCK + m];
+                float sum = sums[chain * BLOCK + m];
 #pragma unroll
-                for (int n = 0; n < m; ++n) sum = fmaf(-along[n], sums[m * (m + 1) / 2 + n], sum);
-                const float value = newest - m <= token ? beta[m] * sum : 0.0f;
-                along[m] = value * norm[m];
-                if (lane == 0 && m < live) c[chain_head()][entry - m][token] = value;
+                for (int n = 0; n < m; ++n) sum = fmaf(-along[n], products.pairs[BlockProducts::pair(m, n)], sum);
+                if (newest - m > token) sum = 0.0f;
+                along[m] = products.gain[m] * sum;
+                if (lane == 0 && m < live) c[chain_head()][entry - m][token] = products.norm_gain[m] * sum;
             }
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
@@ -205,14 +212,17 @@ struct Chains {
 #pragma unroll
             for (int i = 0; i < LANE_COLS; ++i) x[chain][i] *= scale;
         }
-        const int last = min(tokens - 1, chain_token(CHAINS - 1));  // entries behind it concern none of the warp's tokens
         const int n = chain_head(), key = n / (HEADS / KEYS);
 #pragma unroll 1
-        for (int i = last; i >= 0; i -= TOKEN_BLOCK)
-            step_back<TOKEN_BLOCK>(x, in.k[key][i], in.g[n][i], &in.beta[n][i], i, history + i, i + 1);
+        for (int block = 0; block < TOKEN_BLOCKS; ++block) {
+            const int newest = tokens - 1 - block * TOKEN_BLOCK;
+            // Blocks behind the warp's last token concern none of its tokens.
+            if (newest < 0 || newest - TOKEN_BLOCK >= chain_token(CHAINS - 1)) continue;
+            step_back<TOKEN_BLOCK>(x, in.blocks[n][block], in.k[key][newest], in.g[n][newest], newest, history + newest, newest + 1);
+        }
 #pragma unroll 1
-        for (int j = history - 1; j >= 0; j -= CHAIN_BLOCK)
-            step_back<CHAIN_BLOCK>(x, in.ring_k[key][j], in.ring_g[n][j], &in.ring_beta[n][j], -1, j, j + 1);
+        for (int j = history - 1, block = 0; j >= 0; j -= CHAIN_BLOCK, ++block)
+            step_back<CHAIN_BLOCK>(x, in.ring_blocks[n][block], in.ring_k[key][j], in.ring_g[n][j], -1, j, j + 1);
     }
 
     __device__ void append_keys() const {
@@ -221,6 +231,7 @@ struct Chains {
         for (int key = 0; key < KEYS; ++key) {
             const Work head = w.of_head(key * (HEADS / KEYS));
             if (!head.leads_key_head()) continue;
+#pragma unroll 1
             for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
                 const int i = m / KEY_DIM, column = m % KEY_DIM;
                 w.t.ring_k_out[head.ring_k_at(w.append_row(i)) + column] = from_float<RING_K>(to_float(in.k[key][i][column]));

@@ -22,12 +22,14 @@ struct Read {
     ReadShared& shared;
     ReadInputs& in;
     Either<GRAM, Gram<ACT, FloatAdjoint>, FloatChains>::type adjoint;
-    const int warp, lane, history, tokens;
+    ReadValues values;
+    const int warp, lane, tokens;
     float S[MATRIX ? KEY_DIM / 16 : 1][4];  // of a lane's row, columns 16 p + 4 t + 0 ... 3
 
     __device__ Read(const Work& work, ReadShared& memory)
-        : t(work.t), w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), warp(threadIdx.x / 32),
-          lane(threadIdx.x % 32), history(work.row.history()), tokens(work.row.tokens) {}
+        : t(work.t), w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results),
+          values(work, memory.in.values, memory.in.results), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+          tokens(work.row.tokens) {}
 
     // ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -41,20 +43,14 @@ struct Read {
 
     // The ring's live rows and the step's k and v first, since the chains wait for them, then every warp's first tiles.
     __device__ void request() {
-        if (!MATRIX && lane == 0) {
-            for (int s = 0; s < STAGES; ++s) init_barrier(&shared.tile_ready[warp][s]);
+        if (lane == 0) {
+            if (threadIdx.x == ReadValues::REQUESTING) init_barrier(&in.values.ready);
+            if (!MATRIX)
+                for (int s = 0; s < STAGES; ++s) init_barrier(&shared.tile_ready[warp][s]);
             publish_barriers();
         }
         adjoint.request();
-        for (int j = warp; j < history + tokens; j += WARPS)
-#pragma unroll
-            for (int n = 0; n < HEADS; ++n) {
-                const Work head = w.of_head(n);
-                if (j < history)
-                    request_row<SLICE>(in.ring_v[n][j], t.ring_v + head.ring_v_at(w.history_row(j)), lane);
-                else
-                    request_row<SLICE>(in.v[n][j - history], head.v(j - history), lane);
-            }
+        values.request();
         if (w.row.folded == 0) return;
         if constexpr (MATRIX) {
 #pragma unroll
@@ -228,33 +224,23 @@ struct Read {
         }
     }
 
-    // ---- what does not depend on the checkpoint ------------------------------------------------------------------------
+    // ---- the answer ----------------------------------------------------------------------------------------------------
 
-    // o += sum_j c_j v_j for the warp's value rows of head n, a lane each; appends the step's v.
+    // Of the product, at a value row of head n.
+    __device__ float product(int n, int i, int row) const {
+        return w.row.folded > 0 && i < tokens ? in.o[n][i][row] * (GRAM ? in.results.unit[n][i] : 1.0f) : 0.0f;
+    }
+    // For the warp's value rows of head n, a lane each.
     __device__ void finish(int n) {
-        const Work head = w.of_head(n);
         for (int r = lane; r < WARP_ROWS; r += 32) {
             const int row = warp * WARP_ROWS + r;
             float o[READ_TOKENS];
 #pragma unroll
-            for (int i = 0; i < READ_TOKENS; ++i)
-                o[i] = w.row.folded > 0 && i < tokens ? in.o[n][i][row] * (GRAM ? in.results.unit[n][i] : 1.0f) : 0.0f;
-            for (int j = 0; j < history; ++j) {
-                const float v = to_float(in.ring_v[n][j][row]);
-#pragma unroll
-                for (int i = 0; i < READ_TOKENS; ++i)
-                    if (i < tokens) o[i] = fmaf(in.results.c[n][j][i], v, o[i]);
-            }
-            for (int j = 0; j < tokens; ++j) {
-                const float v = to_float(in.v[n][j][row]);
-                t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
-#pragma unroll
-                for (int i = 0; i < READ_TOKENS; ++i)
-                    if (i >= j && i < tokens) o[i] = fmaf(in.results.c[n][history + j][i], v, o[i]);
-            }
+            for (int i = 0; i < READ_TOKENS; ++i) o[i] = product(n, i, row);
+            values.add_updates(o, n, row);
 #pragma unroll
             for (int i = 0; i < READ_TOKENS; ++i)
-                if (i < tokens) head.o(i)[row] = from_float<ACT>(o[i]);
+                if (i < tokens) w.of_head(n).o(i)[row] = from_float<ACT>(o[i]);
         }
     }
 };
@@ -264,6 +250,15 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
     read.request();
     read.adjoint.run(1.0f, [] {});  // values are appended in the end
     __syncthreads();  // x and c
+    read.values.wait();
+    float updates[HEADS][READ_TOKENS];  // of a single token they are found while the state is on its way
+    const int row = read.warp * WARP_ROWS + read.lane;
+    if constexpr (ONE_ROW_A_LANE)
+#pragma unroll
+        for (int n = 0; n < HEADS; ++n) {
+            updates[n][0] = 0.0f;
+            if (read.lane < WARP_ROWS) read.values.add_updates(updates[n], n, row);
+        }
     if (w.row.folded > 0) {
         if constexpr (MATRIX)
             read.read_matrix();
@@ -273,6 +268,12 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
             read.read_state();
     }
     __syncwarp();  // o
+    if constexpr (ONE_ROW_A_LANE) {
+#pragma unroll
+        for (int n = 0; n < HEADS; ++n)
+            if (read.lane < WARP_ROWS) w.of_head(n).o(0)[row] = from_float<ACT>(updates[n][0] + read.product(n, 0, row));
+    } else {
 #pragma unroll 1
-    for (int n = 0; n < HEADS; ++n) read.finish(n);
+        for (int n = 0; n < HEADS; ++n) read.finish(n);
+    }
 }

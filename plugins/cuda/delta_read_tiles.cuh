@@ -1,8 +1,7 @@
 // Shared memory of a step that answers from the checkpoint (delta_read.cuh), and the tiles in which the state passes through it.
 #pragma once
 #include "delta_gram.cuh"
-
-constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
+#include "delta_read_values.cuh"
 
 // The product runs on tensor cores, of which a warp takes 8 rows at a time straight from memory.
 constexpr int MATRIX_ROWS = 8;
@@ -14,13 +13,12 @@ struct ReadInputs {
         Either<GRAM, GramInputs, ChainInputs>::type adjoint;
         alignas(16) float o[HEADS][READ_TOKENS][SLICE];
     };
-    alignas(16) RING ring_v[HEADS][READ_HISTORY][SLICE];
-    alignas(16) ACT v[HEADS][READ_TOKENS][SLICE];
+    ValueInputs values;
     FloatAdjoint results;
 };
 
 constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
-constexpr int TILE_ROOM = SHARED_LIMIT - 256 - int(sizeof(ReadInputs));
+constexpr int TILE_ROOM = SHARED_LIMIT - 256 - int(sizeof(ReadInputs));  // beside barriers
 
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.
 // Tiles are small, and as many as fit are on their way.

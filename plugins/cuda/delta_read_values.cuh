@@ -1,0 +1,79 @@
+// Values of a step that answers from the checkpoint (delta_read.cuh), and what they add to its answer.
+#pragma once
+#include "delta_adjoint.cuh"
+
+constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
+// A single token's value is one element a lane, in a register.
+constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
+
+struct ValueInputs {
+    alignas(16) RING ring[HEADS][READ_HISTORY][SLICE];
+    alignas(16) ACT v[ONE_ROW_A_LANE ? 1 : HEADS][READ_TOKENS][ONE_ROW_A_LANE ? 8 : SLICE];
+    u64 ready;
+};
+
+struct ReadValues {
+    const Work& w;
+    ValueInputs& in;
+    const FloatAdjoint& adjoint;
+    const int warp, lane, history, tokens;
+    float own[HEADS];
+
+    __device__ ReadValues(const Work& work, ValueInputs& inputs, const FloatAdjoint& results)
+        : w(work), in(inputs), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
+          tokens(work.row.tokens) {}
+
+    // The ring's come by bulk copies where they are whole rows.
+    static constexpr bool WHOLE = SPLIT == 1;
+    static constexpr int REQUESTING = THREADS - 64;  // the thread that initialises their barrier and requests them
+
+    __device__ void request() {
+        if (WHOLE && threadIdx.x == REQUESTING) {
+            expect_bytes(&in.ready, history * HEADS * int(sizeof(in.ring[0][0])));
+#pragma unroll
+            for (int n = 0; n < HEADS; ++n)
+                for_ring_spans(w, [&](int entry, int row, int count) {
+                    stream_to_shared(in.ring[n][entry], w.t.ring_v + w.of_head(n).ring_v_at(row), count * u32(sizeof(in.ring[0][0])),
+                                     &in.ready);
+                });
+        }
+        if constexpr (!WHOLE)
+#pragma unroll 1
+            for (int j = warp; j < history; j += WARPS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n)
+                    request_row<SLICE>(in.ring[n][j], w.t.ring_v + w.of_head(n).ring_v_at(w.history_row(j)), lane);
+        if constexpr (ONE_ROW_A_LANE) {
+#pragma unroll
+            for (int n = 0; n < HEADS; ++n)
+                if (lane < WARP_ROWS) own[n] = to_float(w.of_head(n).v(0)[warp * WARP_ROWS + lane]);
+        } else {
+#pragma unroll 1
+            for (int i = warp; i < tokens; i += WARPS)
+#pragma unroll
+                for (int n = 0; n < HEADS; ++n) request_row<SLICE>(in.v[n][i], w.of_head(n).v(i), lane);
+        }
+    }
+    // Behind a barrier of all threads.
+    __device__ void wait() const {
+        if (WHOLE) wait_barrier(&in.ready, 0);
+    }
+
+    // o += sum_j c_j v_j at a value row of head n; appends the step's v.
+    __device__ void add_updates(float (&o)[READ_TOKENS], int n, int row) const {
+        const Work head = w.of_head(n);
+        for (int j = 0; j < history; ++j) {
+            const float v = to_float(in.ring[n][j][row]);
+#pragma unroll
+            for (int i = 0; i < READ_TOKENS; ++i)
+                if (i < tokens) o[i] = fmaf(adjoint.c[n][j][i], v, o[i]);
+        }
+        for (int j = 0; j < tokens; ++j) {
+            const float v = ONE_ROW_A_LANE ? own[n] : to_float(in.v[n][j][row]);
+            w.t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
+#pragma unroll
+            for (int i = 0; i < READ_TOKENS; ++i)
+                if (i >= j && i < tokens) o[i] = fmaf(adjoint.c[n][history + j][i], v, o[i]);
+        }
+    }
+};
