@@ -24,7 +24,6 @@ struct ChainInputs {
     alignas(16) float g[HEADS][READ_TOKENS][DECAY_COLUMNS];
     float ring_beta[HEADS][READ_HISTORY], beta[HEADS][READ_TOKENS];
     BlockProducts ring_blocks[HEADS][RING_BLOCKS], blocks[HEADS][TOKEN_BLOCKS];  // from the newest on
-    u64 ready;
 };
 
 struct Chains {
@@ -41,13 +40,19 @@ struct Chains {
 
     // ---- inputs ------------------------------------------------------------------------------------------------------
 
+    // On which the ring's rows arrive. Other inputs make room for what follows, but nothing may lie where a barrier has been.
+    __device__ static u64* ring_ready() {
+        __shared__ u64 barrier;
+        return &barrier;
+    }
+
     // The ring by one thread, of the last warp, since the first has gates to load; the step's keys by all.
     __device__ void request() const {
         if (threadIdx.x == THREADS - 32) {
-            init_barrier(&in.ready);
+            init_barrier(ring_ready());
             publish_barriers();
             constexpr int GATE_BYTES = PER_CHANNEL ? HEADS * int(sizeof(in.ring_g[0][0])) : 0;
-            expect_bytes(&in.ready, history * (KEYS * int(sizeof(in.ring_k[0][0])) + GATE_BYTES));
+            expect_bytes(ring_ready(), history * (KEYS * int(sizeof(in.ring_k[0][0])) + GATE_BYTES));
 #pragma unroll
             for (int n = 0; n < HEADS; ++n) {
                 const Work head = w.of_head(n);
@@ -55,10 +60,10 @@ struct Chains {
                     constexpr int HEADS_OF_KEY = HEADS / KEYS;
                     if (n % HEADS_OF_KEY == 0)
                         stream_to_shared(in.ring_k[n / HEADS_OF_KEY][entry], w.t.ring_k + head.ring_k_at(row),
-                                         count * u32(sizeof(in.ring_k[0][0])), &in.ready);
+                                         count * u32(sizeof(in.ring_k[0][0])), ring_ready());
                     if constexpr (PER_CHANNEL)
                         stream_to_shared(in.ring_g[n][entry], w.t.ring_g + head.ring_g_at(row), count * u32(sizeof(in.ring_g[0][0])),
-                                         &in.ready);
+                                         ring_ready());
                 });
             }
         }
@@ -69,7 +74,7 @@ struct Chains {
             for (int n = 0; n < KEYS; ++n) request_row<KEY_DIM>(in.k[n][token], w.of_head(n * (HEADS / KEYS)).k(token), lane);
     }
     // For all threads, behind a barrier of all of them.
-    __device__ void wait_for_ring() const { wait_barrier(&in.ready, 0); }
+    __device__ void wait_for_ring() const { wait_barrier(ring_ready(), 0); }
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
     __device__ void load_gates() {

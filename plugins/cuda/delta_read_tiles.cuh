@@ -18,7 +18,9 @@ struct ReadInputs {
 };
 
 constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
-constexpr int TILE_ROOM = SHARED_LIMIT - 256 - int(sizeof(ReadInputs));  // beside barriers
+// For tiles and their barriers: not for inputs, nor for the barrier of the chains' ring in front of them.
+constexpr int TILE_ROOM = SHARED_LIMIT - 128 - int(sizeof(ReadInputs));
+constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(sizeof(u64))); }  // one of each warp
 
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.
 // Tiles are small, and as many as fit are on their way.
@@ -26,17 +28,17 @@ constexpr int ROW_LANES = 8, ROWS_AT_ONCE = 32 / ROW_LANES, ROW_VECTOR = 16 / in
 constexpr bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 constexpr int small_tile_rows(int rows) { return rows > ROWS_AT_ONCE && rows * ROW_BYTES > 2048 ? small_tile_rows(rows / 2) : rows; }
 constexpr int SMALL_TILE_ROWS = small_tile_rows(WARP_ROWS), SMALL_TILES = HEADS * (WARP_ROWS / SMALL_TILE_ROWS);
-constexpr int SMALL_TILES_THAT_FIT = TILE_ROOM > 0 ? TILE_ROOM / (WARPS * SMALL_TILE_ROWS * ROW_BYTES) : 0;
+constexpr int SMALL_TILES_THAT_FIT = TILE_ROOM > 0 ? TILE_ROOM / tiles_bytes(SMALL_TILE_ROWS) : 0;
 constexpr bool BY_EIGHTS = READ_TOKENS == 1 && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
                            power_of_two(WARP_ROWS) && WARP_ROWS % ROWS_AT_ONCE == 0 && SMALL_TILES_THAT_FIT >= 2;
 
 // State rows of another tile: as many as shared memory holds, 4 KB at most.
 constexpr int tile_rows(int rows) {
-    return rows == 0                                                                                        ? 0
-           : WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 && 2 * WARPS * rows * ROW_BYTES <= TILE_ROOM ? rows
-                                                                                                            : tile_rows(rows / 2);
+    return rows == 0                                                                                 ? 0
+           : WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 && 2 * tiles_bytes(rows) <= TILE_ROOM ? rows
+                                                                                                     : tile_rows(rows / 2);
 }
-constexpr bool TILES_FIT = MATRIX ? TILE_ROOM >= 0 : BY_EIGHTS || tile_rows(32) > 0;
+constexpr bool TILES_FIT = MATRIX ? TILE_ROOM >= 2 * (ROW_BYTES + WARPS * int(sizeof(u64))) : BY_EIGHTS || tile_rows(32) > 0;
 constexpr int TILE_ROWS = MATRIX || !TILES_FIT ? 1 : BY_EIGHTS ? SMALL_TILE_ROWS : tile_rows(32);
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 constexpr int STAGES = !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMALL_TILES ? SMALL_TILES_THAT_FIT : SMALL_TILES;
