@@ -5,6 +5,7 @@
 #include "delta_fold.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
+#include "kda_fold.cuh"
 #include "ptx/bulk_copy.cuh"
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
@@ -18,7 +19,7 @@ constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
 constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
-constexpr int SHARED_BYTES = larger(READ_BYTES, REPLAY_BYTES);
+constexpr int SHARED_BYTES = larger(larger(READ_BYTES, REPLAY_BYTES), KDA_FOLDS ? int(sizeof(KdaFoldShared)) : 0);
 
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
 template <Pass PASS>
@@ -38,9 +39,19 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
     }
 }
 
+// What kda_folds names. Behind it the plan comes from memory again: no register holds it meanwhile.
+template <bool ANSWERS>
+__device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory) {
+    static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
+    if (!block.row.absorbs()) block.row.tokens = 0;
+    const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory));
+    static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
+    if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
+}
+
 // A step with a read copy: what it answers does not depend on whether it folds.
 template <typename T>
-__device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) {
+__device__ __forceinline__ void copied_step(Work& block, const int* step, unsigned char* memory) {
     Row& row = block.row;
     if constexpr (READS_COPY && sizeof(T) == 2) {
         __shared__ PartBarriers barriers;
@@ -51,6 +62,9 @@ __device__ __forceinline__ void copied_step(Work& block, unsigned char* memory) 
     if (!row.folds()) return;
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
+    if constexpr (KDA_FOLDS && sizeof(T) > 0) {
+        if (ONE_CHUNK || kda_folds(row)) return fold_channels<false>(block, step, memory);
+    }
     if constexpr (STREAMS && !RECURS && sizeof(T) > 0)
         Fold{block, *reinterpret_cast<FoldShared*>(memory)}.run();
     else
@@ -66,13 +80,25 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
-    if constexpr (ANSWERS_FROM_COPY) return copied_step<ACT>(block, memory);
+    if constexpr (ANSWERS_FROM_COPY) return copied_step<ACT>(block, step, memory);
     // A flush folds the ring; then the tokens find an empty one.
     if (row.folds() && !row.absorbs()) row.tokens = 0;
+    if constexpr (KDA_FOLDS) {
+        if (kda_folds(row)) {
+            fold_channels<TOKENS == 1>(block, step, memory);
+            if (row.absorbs()) return;
+            row.folded = row.fold_to;
+            __threadfence_block();
+            fence_async_proxy();
+            __syncthreads();
+        }
+    }
+    constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;  // rows that do not fold
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {
-            if (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS && (!GRAM || row.history() + row.tokens <= ENTRIES))
+            if (ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
+                             (!GRAM || row.history() + row.tokens <= ENTRIES)))
                 return read_step(block, *reinterpret_cast<ReadShared*>(memory));
         }
         replay<Pass::BOTH>(block, memory);

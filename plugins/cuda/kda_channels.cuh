@@ -1,35 +1,35 @@
-// Key channels of a chunk's entries in registers, and their gates, for the prefill of Kimi Delta Attention.
+// Key channels of 16 entries of Kimi Delta Attention in a warp's registers.
+//
+// Lane 4 g + t has N neighbouring channels of entries g and g + 8, so that a quad has 4 N channels of both.
 #pragma once
-#include "delta_prefill_chunk.cuh"
-#include "ptx/arithmetic.cuh"
+#include "bf16_parts.cuh"
+#include "lane_sums.cuh"
 
-constexpr int CHANNELS = UNIT;  // of a lane: 8 t ... 8 t + 7 of its warp's 32, of entries g and g + 8
-constexpr int PAIRS = CHANNELS / 2;
-
-// A lane's part of a row of a matrix of activations.
+// A lane's part of a row.
+template <int N>
 struct Channels {
-    float v[CHANNELS];
+    float v[N];
 
-    __device__ __forceinline__ explicit Channels(const uint4& stored) {
-        const u32 words[PAIRS] = {stored.x, stored.y, stored.z, stored.w};
+    // Of activations as they are stored.
+    __device__ __forceinline__ explicit Channels(const u32 (&words)[N / 2]) {
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) v[c] = half_to_float<ACT>(words[c / 2], c % 2);
+        for (int c = 0; c < N; ++c) v[c] = half_to_float<ACT>(words[c / 2], c % 2);
     }
     __device__ __forceinline__ explicit Channels(float value) {
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) v[c] = value;
+        for (int c = 0; c < N; ++c) v[c] = value;
     }
     __device__ __forceinline__ Channels operator*(const Channels& other) const {
         Channels out(0.0f);
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) out.v[c] = v[c] * other.v[c];
+        for (int c = 0; c < N; ++c) out.v[c] = v[c] * other.v[c];
         return out;
     }
     // From another lane.
     __device__ __forceinline__ Channels from(u32 lane) const {
         Channels out(0.0f);
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) out.v[c] = __shfl_sync(~0u, v[c], int(lane));
+        for (int c = 0; c < N; ++c) out.v[c] = __shfl_sync(~0u, v[c], int(lane));
         return out;
     }
     // The sum over the quad's channels of products with `other`.
@@ -38,46 +38,36 @@ struct Channels {
         sum_all<4>(sum);
         return sum[0];
     }
+    // To a row in memory.
+    __device__ __forceinline__ void store(float* row) const {
+#pragma unroll
+        for (int c = 0; c < N; c += 4) store_vector<4>(row + c, v + c);
+    }
 };
 
-// Entries g and g + 8 as operands.
-template <int N>
+// Both entries as operands, in bfloat16 parts.
+template <int PARTS, int N>
 struct ChannelParts {
-    Parts<N> v[2][PAIRS];
+    static constexpr int CHANNEL_PAIRS = N / 2;
+    Parts<PARTS> v[2][CHANNEL_PAIRS];
 
-    __device__ __forceinline__ void set(int r, const Channels& x) {
+    __device__ __forceinline__ void set(int r, const Channels<N>& x) {
 #pragma unroll
-        for (int n = 0; n < PAIRS; ++n) v[r][n] = split_pair<N>(x.v[2 * n], x.v[2 * n + 1]);
+        for (int n = 0; n < CHANNEL_PAIRS; ++n) v[r][n] = split_pair<PARTS>(x.v[2 * n], x.v[2 * n + 1]);
     }
-    __device__ __forceinline__ void copy_high(ChannelParts<1>& to) const {
+    __device__ __forceinline__ void copy_high(ChannelParts<1, N>& to) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int n = 0; n < PAIRS; ++n) to.v[r][n].v[0] = v[r][n].v[0];
+            for (int n = 0; n < CHANNEL_PAIRS; ++n) to.v[r][n].v[0] = v[r][n].v[0];
     }
     // sum += (entries of these) . (entries 8 r ... 8 r + 7 of the others) over the warp's channels
-    template <int M>
-    __device__ __forceinline__ void multiply(Accumulator& sum, const ChannelParts<M>& other, int r) const {
+    template <int OTHERS>
+    __device__ __forceinline__ void multiply(Accumulator& sum, const ChannelParts<OTHERS, N>& other, int r) const {
 #pragma unroll
-        for (int n = 0; n < PAIRS; n += 2) {
-            const Parts<N> rows[4] = {v[0][n], v[1][n], v[0][n + 1], v[1][n + 1]};
-            mma_parts<0, (N < M ? N : M)>(sum, rows, other.v[r][n], other.v[r][n + 1]);
+        for (int n = 0; n < CHANNEL_PAIRS; n += 2) {
+            const Parts<PARTS> rows[4] = {v[0][n], v[1][n], v[0][n + 1], v[1][n + 1]};
+            mma_parts<0, (PARTS < OTHERS ? PARTS : OTHERS)>(sum, rows, other.v[r][n], other.v[r][n + 1]);
         }
     }
-    __device__ __forceinline__ void store(EntryUnits* to, int unit, u32 lane) const {
-#pragma unroll
-        for (int p = 0; p < N; ++p)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                to[p][unit_at<KEY_UNITS>(8 * r + lane / 4, unit)] = {v[r][0].v[p], v[r][1].v[p], v[r][2].v[p], v[r][3].v[p]};
-    }
 };
-
-// log(1 + e^x) with few instructions and no branch: log(1 + t) = 2 atanh(t / (2 + t)) for t = e^-|x| <= 1, as its series.
-__device__ __forceinline__ float short_softplus(float x) {
-    const float t = power_of_2(-LOG2_E * fabsf(x)), s = t * inverse_of(2.0f + t), square = s * s;
-    float series = 2.0f / 13.0f;
-#pragma unroll
-    for (int n = 11; n > 0; n -= 2) series = fmaf(series, square, 2.0f / n);
-    return fmaxf(x, 0.0f) + s * series;
-}

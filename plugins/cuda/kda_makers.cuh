@@ -5,12 +5,11 @@
 //
 //     A_ij = n_i^2 beta_i sum_c exp(G_ic - G_jc) k_ic k_jc,   M_ij = m_i sum_c exp(G_ic - G_jc) q_ic k_jc
 //
-// No ratio of decays is formed. Two entries differ first in one bit of their index, b: j has it not, i has it, and between them lies the
-// boundary of two neighbouring runs of b entries. Then exp(G_i - G_j) is the decay from the boundary through i times that from behind j
-// to the boundary. Both are products of an entry's decays with others of its run, which double in length from b to 2 b.
+// in the order of runs that kda_pairs.cuh explains.
 #pragma once
 #include "delta_prefill_inverse.cuh"
-#include "kda_channels.cuh"
+#include "kda_pairs.cuh"
+#include "ptx/arithmetic.cuh"
 
 // What warps make of their channels for sums over all of them, where the stage's written keys will be.
 struct PartialSums {
@@ -18,6 +17,30 @@ struct PartialSums {
     float entries[MAKER_WARPS][3][CHUNK];     // k . k, q . q, q . k
 };
 static_assert(sizeof(PartialSums) <= sizeof(EntryUnits) * WRITTEN_PARTS, "the sums take too much room");
+
+// log(1 + e^x) with few instructions and no branch: log(1 + t) = 2 atanh(t / (2 + t)) for t = e^-|x| <= 1, as its series.
+__device__ __forceinline__ float short_softplus(float x) {
+    const float t = power_of_2(-LOG2_E * fabsf(x)), s = t * inverse_of(2.0f + t), square = s * s;
+    float series = 2.0f / 13.0f;
+#pragma unroll
+    for (int n = 11; n > 0; n -= 2) series = fmaf(series, square, 2.0f / n);
+    return fmaxf(x, 0.0f) + s * series;
+}
+
+// Entries g and g + 8 of a unit of channels, in bfloat16 parts.
+template <int N>
+__device__ __forceinline__ void store_parts(EntryUnits* to, const ChannelParts<N, UNIT>& parts, int unit, u32 lane) {
+#pragma unroll
+    for (int p = 0; p < N; ++p)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const auto& v = parts.v[r];
+            to[p][unit_at<KEY_UNITS>(8 * r + lane / 4, unit)] = {v[0].v[p], v[1].v[p], v[2].v[p], v[3].v[p]};
+        }
+}
+
+constexpr int CHANNELS = UNIT;  // of a lane: 8 t ... 8 t + 7 of its warp's 32, of entries g and g + 8
+typedef Channels<CHANNELS> LaneChannels;
 
 struct ChannelMaker {
     uint4 k[2], q[2], gate[2][2];  // of entries g and g + 8 as stored; of 16-bit logits the first half of `gate`
@@ -50,61 +73,62 @@ struct ChannelMaker {
     __device__ __forceinline__ void make(Shared& shared, Stage& stage, const Work& w, const Chunk& chunk, u32 lane, Loaded loaded,
                                          Met met, Released released) {
         auto& sums = *reinterpret_cast<PartialSums*>(stage.written);
-        ChannelParts<WRITTEN_PARTS> written;
+        ChannelParts<WRITTEN_PARTS, CHANNELS> written;
         {
-            Channels until[2] = {decays(w, chunk, 0, lane), decays(w, chunk, 1, lane)}, behind[2] = {Channels(1.0f), Channels(1.0f)};
-            const Channels keys[2] = {Channels(k[0]), Channels(k[1])}, queries[2] = {Channels(q[0]), Channels(q[1])};
+            RunDecays<CHANNELS> runs(decays(w, chunk, 0, lane), decays(w, chunk, 1, lane));
+            const LaneChannels keys[2] = {stored(k[0]), stored(k[1])}, queries[2] = {stored(q[0]), stored(q[1])};
             if (chunk.appends(w) && w.leads_key_head()) append_keys(w, chunk, lane);
             loaded();
             add_entries(sums, keys, queries, lane);
-            float key_products[3][2] = {}, query_products[3][2] = {};
+            PairProducts key_products = {}, query_products = {};
 #pragma unroll 1
             for (int b = 1; b < 8; b *= 2) {
-                multiply_tiles(key_products, query_products, b, keys, queries, until, behind, lane);
-                double_runs(b, until, behind, lane);
+                multiply_tiles(key_products, query_products, b, keys, queries, runs, lane);
+                runs.double_runs(b, lane);
             }
-            multiply_across(key_products[1], query_products[1], keys, queries, until[1], behind[0]);
-            const u32 last = 28 + lane % 4;
-            const Channels first = until[0].from(last);
-            behind[0] = behind[0] * until[1].from(last), until[1] = until[1] * first;
-            store_products(sums.products[maker], key_products, query_products, lane);
-            ChannelParts<READ_PARTS> read;
-            ChannelParts<1> asked;
+            multiply_across(key_products, query_products, keys, queries, runs);
+            runs.join(lane);
+            key_products.store(sums.products[maker][0], lane), query_products.store(sums.products[maker][1], lane);
+            ChannelParts<READ_PARTS, CHANNELS> read;
+            ChannelParts<1, CHANNELS> asked;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                read.set(r, keys[r] * until[r]);
-                asked.set(r, queries[r] * until[r]);
-                written.set(r, keys[r] * behind[r]);
+                read.set(r, keys[r] * runs.until[r]);
+                asked.set(r, queries[r] * runs.until[r]);
+                written.set(r, keys[r] * runs.behind[r]);
             }
             released();
-            read.store(shared.k, channel(lane) / UNIT, lane);
-            asked.store(&shared.q, channel(lane) / UNIT, lane);
-            if (lane / 4 == 7) {
+            store_parts(shared.k, read, channel(lane) / UNIT, lane);
+            store_parts(&shared.q, asked, channel(lane) / UNIT, lane);
+            if (lane / 4 == 7) runs.until[1].store(&stage.decay[channel(lane)]);
+        }
+        met();
+        PairProducts products = {};  // of keys for the first maker, of queries for the second
+        float squares = 0.0f, crossed = 0.0f;
+        if (maker < 2) {
 #pragma unroll
-                for (int c = 0; c < CHANNELS; c += 4) store_vector<4>(&stage.decay[channel(lane) + c], &until[1].v[c]);
+            for (int m = 0; m < MAKER_WARPS; ++m) {
+                products.add(sums.products[m][maker], lane);
+                squares += sums.entries[m][maker][lane % CHUNK], crossed += sums.entries[m][2][lane % CHUNK];
             }
         }
         met();
-        float products[3][2] = {}, squares = 0.0f, crossed = 0.0f;
-        if (maker < 2) {
-            add_up(products, sums, lane);
-#pragma unroll
-            for (int m = 0; m < MAKER_WARPS; ++m)
-                squares += sums.entries[m][maker][lane % CHUNK], crossed += sums.entries[m][2][lane % CHUNK];
-        }
-        met();
-        written.store(stage.written, channel(lane) / UNIT, lane);
-        if (maker == 0) finish_keys(stage, shared.lower, products, squares, w, chunk, lane);
-        if (maker == 1) finish_queries(stage, products, squares, crossed, lane);
+        store_parts(stage.written, written, channel(lane) / UNIT, lane);
+        if (maker == 0) finish_keys(stage, shared.lower, products.v, squares, w, chunk, lane);
+        if (maker == 1) finish_queries(stage, products.v, squares, crossed, lane);
     }
 
 private:
+    __device__ __forceinline__ static LaneChannels stored(const uint4& unit) {
+        const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
+        return LaneChannels(words);
+    }
     // exp(g) of entry 8 r + g; g goes to the ring on the way.
-    __device__ __forceinline__ Channels decays(const Work& w, const Chunk& chunk, int r, u32 lane) const {
+    __device__ __forceinline__ LaneChannels decays(const Work& w, const Chunk& chunk, int r, u32 lane) const {
         const int entry = 8 * r + lane / 4;
-        Channels g(0.0f);
+        LaneChannels g(0.0f);
         if (chunk.tokens) {
-            const Channels logits(gate[r][0]);
+            const LaneChannels logits = stored(gate[r][0]);
             float bias[CHANNELS];
 #pragma unroll
             for (int c = 0; c < CHANNELS; c += 4) load_vector<4>(w.t.dt_bias + w.gate_at(channel(lane) + c), bias + c);
@@ -142,7 +166,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add_entries(PartialSums& sums, const Channels (&keys)[2], const Channels (&queries)[2],
+    __device__ __forceinline__ void add_entries(PartialSums& sums, const LaneChannels (&keys)[2], const LaneChannels (&queries)[2],
                                                 u32 lane) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -153,18 +177,15 @@ private:
         }
     }
 
-    // Products of entries i and j of one tile that differ first in bit b: row g, columns 2 t and 2 t + 1.
-    __device__ __forceinline__ static void multiply_tiles(float (&keys_out)[3][2], float (&queries_out)[3][2], int b,
-                                                          const Channels (&keys)[2], const Channels (&queries)[2],
-                                                          const Channels (&until)[2], const Channels (&behind)[2], u32 lane) {
-        const int i = lane / 4, j = lane % 4 * 2;
-        ChannelParts<2> k;
-        ChannelParts<1> high, q;
+    // Products of entries of one tile that differ first in bit b.
+    __device__ __forceinline__ static void multiply_tiles(PairProducts& keys_out, PairProducts& queries_out, int b,
+                                                          const LaneChannels (&keys)[2], const LaneChannels (&queries)[2],
+                                                          const RunDecays<CHANNELS>& runs, u32 lane) {
+        ChannelParts<2, CHANNELS> k;
+        ChannelParts<1, CHANNELS> high, q;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            Channels decay(0.0f);
-#pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) decay.v[c] = i & b ? until[r].v[c] : behind[r].v[c];
+            const LaneChannels decay = runs.of_boundary(r, b, lane);
             k.set(r, keys[r] * decay), q.set(r, queries[r] * decay);
         }
         k.copy_high(high);
@@ -172,62 +193,19 @@ private:
         for (int r = 0; r < 2; ++r) {
             Accumulator of_keys = {}, of_queries = {};
             k.multiply(of_keys, k, r), q.multiply(of_queries, high, r);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int different = i ^ (j + e);
-                const bool here = i > j + e && different >= b && different < 2 * b;
-                keys_out[2 * r][e] = here ? of_keys.v[2 * r + e] : keys_out[2 * r][e];
-                queries_out[2 * r][e] = here ? of_queries.v[2 * r + e] : queries_out[2 * r][e];
-            }
+            keys_out.keep(r, of_keys, b, lane), queries_out.keep(r, of_queries, b, lane);
         }
     }
     // The same of entries of the second tile with those of the first.
-    __device__ __forceinline__ static void multiply_across(float (&keys_out)[2], float (&queries_out)[2], const Channels (&keys)[2],
-                                                           const Channels (&queries)[2], const Channels& until, const Channels& behind) {
-        ChannelParts<2> k;
-        ChannelParts<1> high, q = {};
-        k.set(0, keys[0] * behind), k.set(1, keys[1] * until), q.set(1, queries[1] * until);
+    __device__ __forceinline__ static void multiply_across(PairProducts& keys_out, PairProducts& queries_out, const LaneChannels (&keys)[2],
+                                                           const LaneChannels (&queries)[2], const RunDecays<CHANNELS>& runs) {
+        ChannelParts<2, CHANNELS> k;
+        ChannelParts<1, CHANNELS> high, q = {};
+        k.set(0, keys[0] * runs.behind[0]), k.set(1, keys[1] * runs.until[1]), q.set(1, queries[1] * runs.until[1]);
         k.copy_high(high);
         Accumulator of_keys = {}, of_queries = {};
         k.multiply(of_keys, k, 0), q.multiply(of_queries, high, 0);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) keys_out[e] = of_keys.v[2 + e], queries_out[e] = of_queries.v[2 + e];
-    }
-
-    // From decays within runs of b entries to those within 2 b: `until` from a run's start through an entry, `behind` from behind it to
-    // the run's end.
-    __device__ __forceinline__ static void double_runs(int b, Channels (&until)[2], Channels (&behind)[2], u32 lane) {
-        const u32 entry = lane / 4, other = ((entry ^ b) | (b - 1)) * 4 + lane % 4;
-        const bool later = entry & b;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const Channels whole = until[r].from(other);
-#pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) {
-                until[r].v[c] *= later ? whole.v[c] : 1.0f;
-                behind[r].v[c] *= later ? 1.0f : whole.v[c];
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void store_products(float (&to)[2][3][8][8], const float (&keys)[3][2], const float (&queries)[3][2],
-                                                          u32 lane) {
-#pragma unroll
-        for (int tile = 0; tile < 3; ++tile) {
-            store_vector<2>(&to[0][tile][lane / 4][lane % 4 * 2], keys[tile]);
-            store_vector<2>(&to[1][tile][lane / 4][lane % 4 * 2], queries[tile]);
-        }
-    }
-    // Products over all channels, of keys for the first maker and of queries for the second.
-    __device__ __forceinline__ void add_up(float (&products)[3][2], const PartialSums& sums, u32 lane) const {
-#pragma unroll
-        for (int m = 0; m < MAKER_WARPS; ++m)
-#pragma unroll
-            for (int tile = 0; tile < 3; ++tile) {
-                float part[2];
-                load_vector<2>(&sums.products[m][maker][tile][lane / 4][lane % 4 * 2], part);
-                products[tile][0] += part[0], products[tile][1] += part[1];
-            }
+        keys_out.keep_across(of_keys), queries_out.keep_across(of_queries);
     }
 
     __device__ __forceinline__ void finish_keys(Stage& stage, float (&lower)[CHUNK][CHUNK], const float (&products)[3][2], float squares,
