@@ -31,16 +31,13 @@ struct StateColumns {
 
 template <bool ANSWERS>
 struct KdaFoldTile {
-    const Tensors& t_;
-    int n;
     const KdaFoldShared& shared;
     int thread;  // threadIdx.x, of which the compiler knows nothing between the stages: it saves registers
     StateColumns<STATE> S[PAIRS][2];
     float largest = 0.0f;  // magnitude of what the thread has stored, for nvfp4
 
-    __device__ KdaFoldTile(const Work& w, const KdaFoldShared& memory) : t_(w.t), n(w.n), shared(memory), thread(opaque(int(threadIdx.x))) {}
+    __device__ explicit KdaFoldTile(const KdaFoldShared& memory) : shared(memory), thread(opaque(int(threadIdx.x))) {}
 
-    __device__ Work work() const { return {t_, shared.row, n}; }
     __device__ int lane() const { return u32(thread) % 32; }
     __device__ int g() const { return lane() / 4; }
     __device__ int t() const { return lane() % 4; }
@@ -127,10 +124,8 @@ struct KdaFoldTile {
     __device__ __forceinline__ void write(const float (&x)[BLOCKS][4], int first) {
         Parts<3> parts[4];
         TileEntries::split_updates(x, parts);
-        const Work w = work();
-        STATE* rows = w.t.state_out + w.state_at(first + g()) + 4 * t();
-        const bool follows = w.row.folded > 0 && first + 16 * WARPS < SLICE;
-        const STATE* next = w.t.state + w.state_at(first + 16 * WARPS + g()) + 4 * t();
+        STATE* rows = shared.state + (first + g()) * KEY_DIM + 4 * t();
+        const bool follows = !shared.fresh && first + 16 * WARPS < SLICE;
         float o[2] = {};
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
@@ -167,9 +162,9 @@ struct KdaFoldTile {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) largest = larger_magnitude(largest, taken[half][e]);
             }
-            if (follows) load_block(next, p);
+            if (follows) load_block(rows + 16 * WARPS * KEY_DIM, p);
         }
-        if (ANSWERS && shared.row.tokens) answer(o, first);
+        if (ANSWERS && shared.o) answer(o, first);
     }
     // From a lane's share of the output of its rows.
     __device__ __forceinline__ void answer(float (&o)[2], int first) const {
@@ -183,13 +178,13 @@ template <bool ANSWERS>
 __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) {
     if (threadIdx.x == 0 && w.row.folded > 0)
         prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
-    KdaFoldKeys{w, shared, opaque(int(threadIdx.x))}.make();
-    KdaFoldTile<ANSWERS> tile(w, shared);
+    KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.make();
+    KdaFoldTile<ANSWERS> tile(shared);
     int first = u32(tile.thread) / 32 * 16;
     tile.load(w, first);
     wait_copies();
     __syncthreads();
-    if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys{w, shared, opaque(int(threadIdx.x))}.invert();
+    if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
 #pragma unroll 1
     while (true) {

@@ -32,11 +32,15 @@ struct KdaFoldShared {
     float lower[CHUNK][CHUNK];        // A
     float inverse[CHUNK][2 * CHUNK];  // (I + A)^-1 diag(n beta): of every two columns the upper tf32 parts, then the lower ones
     float beta[CHUNK], k_norm[CHUNK];
-    // What would take registers beside the state: the plan, and where the token's output belongs.
-    RowInTurn row;
+    // What would take registers beside the state: addresses of the slice's state and of the token's output, null where there is none, and
+    // whether the state must not be read.
+    STATE* state;
     ACT* o;
+    bool fresh;
 };
 
+// T: 16-bit, of activations and rings.
+template <typename T>
 struct KdaFoldKeys {
     static constexpr int CHANNELS = 4, PIECES = 2;  // of a lane: 4 t ... 4 t + 3 of 16, and pieces of 16 of its warp
     const Work& w;
@@ -50,7 +54,10 @@ struct KdaFoldKeys {
     // Behind it, the thread's values are on their way; behind a barrier, everything else is there but the inverse (invert).
     __device__ __forceinline__ void make() const {
         request_values();
-        if (threadIdx.x == 0) shared.row = w.row, shared.o = w.o(0);
+        if (thread == 0) {
+            shared.state = w.t.state_out + w.state_at(0), shared.fresh = w.row.folded == 0;
+            shared.o = w.row.tokens ? w.o(0) : nullptr;
+        }
         Stored stored[PIECES];
         load(stored);
         if (warp() == WARPS - 1 && lane() < CHUNK) shared.beta[lane()] = beta(lane());
@@ -103,7 +110,7 @@ private:
     // As Chunk has it (delta_chunk_inputs.cuh).
     __device__ __forceinline__ void request_values() const {
         const int entry = thread / ENTRY_LANES, part = thread % ENTRY_LANES;
-        const ACT* v = is_token(entry) ? w.v(0) : w.t.ring_v + w.ring_v_at(w.history_row(entry));
+        const T* v = is_token(entry) ? w.v(0) : w.t.ring_v + w.ring_v_at(w.history_row(entry));
 #pragma unroll
         for (int r = 8 * part; r < SLICE; r += 8 * ENTRY_LANES) copy_16_bytes(&shared.v[entry][r], v + r, entry < entries());
     }
@@ -111,7 +118,7 @@ private:
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = w.history_row(entry(r));
-            const ACT* k = is_token(entry(r)) ? w.k(0) : w.t.ring_k + w.ring_k_at(row);
+            const T* k = is_token(entry(r)) ? w.k(0) : w.t.ring_k + w.ring_k_at(row);
             const float* g = w.t.ring_g + w.ring_g_at(row);
 #pragma unroll
             for (int n = 0; n < PIECES; ++n) {
