@@ -25,7 +25,7 @@ struct CopyReadInputs {
 constexpr int SHARE_OF_SM = (228 * 1024 / BLOCKS_AN_SM - 1024) / 128 * 128;
 constexpr int COPY_READ_LIMIT = SHARE_OF_SM < SHARED_LIMIT ? SHARE_OF_SM : SHARED_LIMIT;
 // What is left of it for codes and scales. A part of a head's rows is one request: all of them, if those of all heads fit.
-constexpr int PART_ROOM = COPY_READ_LIMIT - 128 - int(sizeof(CopyReadInputs));
+constexpr int PART_ROOM = COPY_READ_LIMIT - BARRIER_ROOM - int(sizeof(CopyReadInputs));
 constexpr int PART_ROWS = HEADS * SLICE * (CODE_ROW + SCALE_ROW) <= PART_ROOM || SLICE % (COPY_ROWS * WARPS) ? SLICE : COPY_ROWS * WARPS;
 constexpr int PARTS = HEADS * (SLICE / PART_ROWS), PARTS_THAT_FIT = PART_ROOM > 0 ? PART_ROOM / (PART_ROWS * (CODE_ROW + SCALE_ROW)) : 0;
 constexpr int COPY_STAGES = PARTS_THAT_FIT < PARTS ? PARTS_THAT_FIT : PARTS;
@@ -42,3 +42,4 @@ struct CopyReadShared {
 };
 // On which they arrive. A fold takes over the rest of the shared memory, but nothing else may lie where a barrier has been.
 typedef u64 PartBarriers[COPY_STAGES > 0 ? COPY_STAGES : 1];
+static_assert(!READS_COPY || (sizeof(PartBarriers) < BARRIER_ROOM && sizeof(CopyReadShared) + BARRIER_ROOM <= COPY_READ_LIMIT));

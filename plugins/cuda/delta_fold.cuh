@@ -19,7 +19,8 @@ struct FoldShared {
 };
 // Elements of 16 bytes, and lanes that take a row.
 constexpr int STATE_UNIT = 16 / int(sizeof(STATE)), STATE_LANES = KEY_DIM / STATE_UNIT;
-constexpr bool STREAMS = FOLDS_APART && KEY_DIM % 64 == 0 && 32 % STATE_LANES == 0 && sizeof(FoldShared) <= SHARED_LIMIT;
+constexpr bool STREAMS = FOLDS_APART && KEY_DIM % 64 == 0 && 32 % STATE_LANES == 0 &&
+                         sizeof(FoldShared) + BARRIER_ROOM <= SHARED_LIMIT;
 static_assert(STREAMS || !FOLDS_BF16, "keys have been interleaved");
 
 template <bool>

@@ -19,7 +19,7 @@ struct ReadInputs {
 
 constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
 // For tiles and their barriers: not for inputs, nor for the barrier of the chains' ring in front of them.
-constexpr int TILE_ROOM = SHARED_LIMIT - 128 - int(sizeof(ReadInputs));
+constexpr int TILE_ROOM = SHARED_LIMIT - BARRIER_ROOM - int(sizeof(ReadInputs));
 constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(sizeof(u64))); }  // one of each warp
 
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.

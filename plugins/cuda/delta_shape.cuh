@@ -15,6 +15,7 @@ constexpr float NORM_EPSILON = 1e-6f;  // plugins/gated_delta.py, L2_EPSILON
 constexpr int HEADS_PER_KEY = VALUE_HEADS / KEY_HEADS;
 constexpr int SLICE = (VALUE_DIM + SPLIT - 1) / SPLIT;  // value rows of a block
 constexpr int SHARED_LIMIT = 48 * 1024;                 // static shared memory of a block
+constexpr int BARRIER_ROOM = 128;                       // of it, for barriers, whose memory nothing else may use
 
 // Key columns are spread over a warp: lane l holds VEC neighbours at VEC (l + 32 m), m = 0, 1, ...
 constexpr int KEY_PADDED = (KEY_DIM + 31) / 32 * 32;

@@ -72,7 +72,7 @@ __device__ __forceinline__ void copied_step(Work& block, const int* step, unsign
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    static_assert(SHARED_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
+    static_assert(SHARED_BYTES + (COPIED ? BARRIER_ROOM : 0) <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
@@ -98,7 +98,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     while (true) {
         if constexpr (READS) {
             if (ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
-                             (!GRAM || row.history() + row.tokens <= ENTRIES)))
+                             (!GRAM || row.history() + row.tokens <= ENTRY_ROWS)))
                 return read_step(block, *reinterpret_cast<ReadShared*>(memory));
         }
         replay<Pass::BOTH>(block, memory);

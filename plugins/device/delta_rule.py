@@ -170,7 +170,8 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
     if shape.read_dtype != "same" and not shape.per_channel and activation.itemsize == 2:
         one_chunk = read_tokens == 1 and shape.ring_rows <= CHUNK
         most = COPY_BLOCKS_AN_SM[read_tokens] if one_chunk or state == torch.float32 else 2
-        four = read_tokens == 4 and shape.window <= CHUNK and (activation, state) == (torch.bfloat16, torch.float32)
+        small = shape.window <= CHUNK and shape.value_dim <= 128
+        four = read_tokens == 4 and small and (activation, state) == (torch.bfloat16, torch.float32)
         return most + 1 if one_chunk or four else most
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 3 if shape.read_dtype != "same" and state == torch.float32 else 4

@@ -70,6 +70,7 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_steps": ("nano-1-bf16-int8", "wide-4-bf16-fp8", "odd-1-fp32-int8", "long-40-bf16-fp8")
     },
     "test_delta_rule": {
+        "test_a_step_beyond_the_window_that_does_not_fold": ("4-4-1-gated_delta", "20-16-11-kda"),
         "test_tokens": ("1-gated_delta", "2-kda", "4-gated_delta", "8-kda bounded", "16-gated_delta", "16-kda"),
         "test_dtypes": ("1-kda-dtypes1", "5-gated_delta-dtypes3", "20-gated_delta-dtypes4"),
         "test_shapes": ("6-gated_delta-(192, 192)", "1-kda-(256, 96)", "6-kda-(24, 40)", "19-gated_delta-(96, 96)"),

@@ -156,6 +156,14 @@ def test_windows(layer, window):
 
 
 @pytest.mark.parametrize("layer", LAYERS[:2])
+@pytest.mark.parametrize(("window", "tokens", "history"), [(4, 4, 1), (20, 16, 11)])
+def test_a_step_beyond_the_window_that_does_not_fold(layer, window, tokens, history):
+    """No cursor of the engine's leads there, but the layer's contract does: the ring has room for the entries."""
+    plans = [harness.RowPlan(0, 1000 + history, 1000, 1000, tokens)]
+    run_case(Case(layer, tokens, window=window, draft=tokens - 1, rows=1), plans=plans)
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
 @pytest.mark.parametrize("tokens", [1, 4, 24])
 def test_whole_heads(layer, tokens):
     """A batch that fills the GPU: no head is divided."""
