@@ -2,7 +2,11 @@
 #define PER_CHANNEL 1
 #include "delta_step.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM)
+// Compiled for compute capability 10, folds of 16-bit states and beside copies spill with the registers that four blocks leave.
+constexpr bool SPILLS = __CUDA_ARCH__ >= 1000 && ONE_CHUNK && KDA_FOLDS && (COPIED || sizeof(STATE) == 2);
+constexpr int BLOCKS_HELD = SPILLS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_HELD)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,
         const STATE* state, const RING_K* ring_k, const RING* ring_v, const float* ring_g, const float* ring_beta, COPY_INPUTS int tokens,
         int qkv_stride, int f_stride, int b_stride, int state_stride, int ring_k_stride, int ring_v_stride, int ring_g_stride,

@@ -174,7 +174,7 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
         four = read_tokens == 4 and small and (activation, state) == (torch.bfloat16, torch.float32)
         return most + 1 if one_chunk or four else most
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
-        return 3 if shape.read_dtype != "same" and state == torch.float32 else 4
+        return 4
     copied = shape.read_dtype != "same" and (state.itemsize == 2 or read_tokens == READ_TOKENS[-1])
     return 2 if activation == torch.float32 or shape.per_channel or copied else 3
 
