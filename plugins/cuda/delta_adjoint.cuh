@@ -116,8 +116,10 @@ struct FloatChains : HeldChains {
     __device__ FloatChains(const Work& work, ChainInputs& inputs, FloatAdjoint& results)
         : HeldChains(work, inputs, results.c), out(results) {}
 
-    template <typename Append>
+    // As Gram's (delta_gram.cuh). No copies are requested after the inputs.
+    template <int LATER, typename Append>
     __device__ void run(float, Append append) {
+        static_assert(LATER == 0, "chains wait for all copies");
         HeldChains::run(append, [this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
     }
 };

@@ -76,11 +76,11 @@ struct ChunkTile : TileEntries {
         else
             store_8_bytes(to, {words[0], words[1]});
     }
-    // To the checkpoint, and to shared memory, if the state is there.
+    // To the checkpoint, and to shared memory, if the state is there and has a copy.
     __device__ void store_state(int from) {
         if (!active()) return;
         const auto rows = [](int pitch, STATE* first, int n) { return first + n % 2 * 8 * pitch + n / 2 * 16; };
-        if constexpr (SHARED)
+        if constexpr (SHARED && COPIED)
 #pragma unroll
             for (int n = 0; n < 2 * HELD; ++n) store_vector<4>(rows(STAGED_PITCH, own_staged(from) + 16 * from, n), S[n / 2][n % 2]);
         STATE* state = w.t.state_out + w.state_at(row()) + 4 * t() + 16 * from;
@@ -227,10 +227,7 @@ struct ChunkTile : TileEntries {
         const int count = to - from;
         chunk.thread = thread;
         chunk.finish_gates(in, from, count);
-        if constexpr (LATER > 0)
-            wait_for_copies<LATER>();
-        else
-            wait_copies();
+        wait_for_copies<LATER>();
         if constexpr (FOLDS_BF16) chunk.interleave(in);
         __syncthreads();
         if (AHEAD && to < all) chunk.request(shared.inputs[1 - stage], to, min(CHUNK, all - to));

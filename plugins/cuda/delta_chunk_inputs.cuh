@@ -4,7 +4,7 @@
 // 16-bit type they stay in it and arrive without passing registers. Otherwise they are floats, and so are those with decays
 // per channel, which are multiplied into the keys.
 #pragma once
-#include "delta_lanes.cuh"
+#include "delta_read_shape.cuh"
 #include "ptx/async_copy.cuh"
 #include "tf32_parts.cuh"
 
@@ -28,9 +28,9 @@ struct StagedType<true> {
 };
 typedef StagedType<NARROW>::type STAGED;
 constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
-// A fold whose outputs have been given before may have the state in shared memory (delta_fold.cuh), but for 16 bits that would have
-// to wait there for another chunk. With bfloat16 keys it is delta_fold_tile.cuh's, if all fits.
-constexpr bool FOLDS_APART = COPIED && TOKENS > 0 && CHUNKED && (ONE_CHUNK || sizeof(STATE) == 4);
+// A fold whose outputs have been given before may have the state in shared memory (delta_fold.cuh), of 16 bits if a single chunk is the
+// rule. With bfloat16 keys it is delta_fold_tile.cuh's, if all fits.
+constexpr bool FOLDS_APART = READS_ALL && TOKENS > 0 && CHUNKED && (ONE_CHUNK || sizeof(STATE) == 4 || FEW_NARROW_ENTRIES);
 constexpr bool BF16_KEYS = NARROW && same_type<ACT, bf16>::value && CHUNK == 16;
 constexpr bool FOLDS_BF16 = FOLDS_APART && BF16_KEYS && KEY_DIM % 64 == 0 && SLICE <= 128;
 // A prefill has the next chunk on its way while one is worked on; other steps rarely have a second one.
@@ -43,8 +43,8 @@ static_assert(HEADS_PER_KEY % PREPARED_HEADS == 0 && PREPARED_HEADS * CHUNK <= 3
 // Elements from row to row, by which a warp's accesses spread over the banks.
 constexpr int KEY_STRIDE = KEY_DIM + (FOLDS_BF16 ? 8 : NARROW ? 16 : 4), VALUE_STRIDE = SLICE + 8, PAIR_STRIDE = CHUNK + 4;
 
-// With a read copy, steps have been answered before entries are staged.
-constexpr bool STAGES_QUERIES = !COPIED || TOKENS == 0;
+// Steps that have been answered before entries are staged need none.
+constexpr bool STAGES_QUERIES = !READS_ALL || TOKENS == 0;
 
 template <bool>
 struct StagedQueries {

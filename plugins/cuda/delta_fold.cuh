@@ -12,6 +12,9 @@
 #include "delta_fold_tile.cuh"
 #include "delta_tile_copy.cuh"
 
+// 16 bits would have to wait in shared memory for another chunk.
+constexpr bool SINGLE_CHUNK = ONE_CHUNK || sizeof(STATE) == 2;
+
 struct FoldShared {
     alignas(128) STATE rows[WARPS][16][STAGED_PITCH];
     ChunkShared chunk;
@@ -124,7 +127,7 @@ struct Fold {
     // tile has to be quantised first.
     __device__ const STATE* next_folded(const Tile& tile, int from, bool last) const {
         if (tile.next_active()) return tile.holds ? rows_at(tile.w, tile.first + TILE_VALUES, from) : nullptr;
-        return READ_BITS == 8 && last ? first_rows(tile.w.n + 1) : nullptr;
+        return READ_BITS != 4 && last ? first_rows(tile.w.n + 1) : nullptr;
     }
     // ... and once they are quantised.
     __device__ const STATE* next_quantised(const Tile& tile) const {
@@ -140,7 +143,7 @@ struct Fold {
     // A chunk's inputs, the warp's first rows if nobody has requested them, and what the chunk derives of its inputs, while rows arrive.
     __device__ void prepare(Tile& tile, int from) const {
         const bool rows = tile.holds && tile.active();
-        const int count = ONE_CHUNK ? entries() : min(CHUNK, entries() - from);
+        const int count = SINGLE_CHUNK ? entries() : min(CHUNK, entries() - from);
         tile.thread = opaque(int(threadIdx.x));
         Chunk chunk{tile.w, shared.chunk, false, tile.thread};
         if constexpr (FOLDS_BF16) {
@@ -165,12 +168,12 @@ struct Fold {
         for (; w.n < HEADS_A_BLOCK; ++w.n) {
 #pragma unroll 1
             for (int from = 0; from < entries(); from += CHUNK) {
-                const bool last = ONE_CHUNK || from + CHUNK >= entries();
+                const bool last = SINGLE_CHUNK || from + CHUNK >= entries();
                 tile.first = 0, tile.largest = 0.0f;
                 tile.holds = block.row.folded > 0 || from > 0;
                 if (PREPARED_HEADS == 1 || w.n == 0 || !single()) {
                     prepare(tile, from);
-                } else if (READ_BITS == 8) {
+                } else if (READ_BITS != 4) {
                     __syncthreads();  // all warps have done with the values before
                     request_values(w.n);
                 }
@@ -188,7 +191,7 @@ struct Fold {
                     if (READ_BITS == 8 && last) copy_tile(tile);
                     if (const STATE* rows = next_folded(tile, from, last)) request(rows);
                 }
-                if (ONE_CHUNK) break;
+                if (SINGLE_CHUNK) break;
             }
             if constexpr (READ_BITS == 4) copy_head(tile);
         }

@@ -8,9 +8,9 @@
 // KEY: bfloat16.
 template <typename KEY>
 struct FoldTile : ChunkTile<false, true> {
-    // Blocks of 16 columns that a loop takes at a time, so that loads run ahead. For compute capability 10 the compiler would spill
-    // registers for four that are written.
-    static constexpr int READ_TOGETHER = 4, WRITTEN_TOGETHER = __CUDA_ARCH__ >= 1000 ? 2 : 4;
+    // Blocks of 16 columns that a loop takes at a time, so that loads run ahead. For compute capability 10, and without a copy, the compiler
+    // would spill registers for four that are written.
+    static constexpr int READ_TOGETHER = 4, WRITTEN_TOGETHER = __CUDA_ARCH__ >= 1000 || !COPIED ? 2 : 4;
 
     // Where the lane finds its columns and keys of the next block of 16, and its columns of that behind it.
     struct Cursor {
@@ -118,6 +118,6 @@ struct FoldTile : ChunkTile<false, true> {
         split_updates(u, parts);
         Cursor at = begin(in);
         at.move(PAIRS);
-        write(at, chunk_decay(in), parts, READ_BITS == 8 || !next_active());
+        write(at, chunk_decay(in), parts, READ_BITS == 8 || (READ_BITS == 4 && !next_active()));
     }
 };

@@ -94,16 +94,17 @@ struct Gram : GramSystem<T, Results> {
         }
     }
 
-    // All of it, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS.
-    template <typename Append>
+    // All of it, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS. LATER: groups of copies
+    // requested after them, which need not have arrived.
+    template <int LATER = 0, typename Append>
     __device__ void run(float unit, Append append) const {
         typename System::Decays decays;
         if (has_keys()) {
-            Keys::wait_for_keys();
+            Keys::template wait_for_keys<LATER>();
             Keys::multiply();
         }
         if (solves()) find_decays(decays);
-        wait_copies();
+        wait_for_copies<LATER>();
         __syncthreads();
         if (has_keys()) {
             Keys::append_keys();

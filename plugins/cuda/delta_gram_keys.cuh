@@ -73,8 +73,9 @@ struct GramKeys {
         }
     }
     // Until the keys are there, for the warps that have them. The others go on with their gates.
+    template <int LATER>
     __device__ static void wait_for_keys() {
-        wait_copies();
+        wait_for_copies<LATER>();
         if constexpr (KEY_WARPS < WARPS)
             sync_threads(1, KEY_THREADS);
         else

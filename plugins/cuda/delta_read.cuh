@@ -7,8 +7,8 @@
 // and finally o += S0 x, where S0 is the checkpoint: one product with the state per token, raw inputs alone in the ring,
 // one formula for scalar and per-channel decays, and no exponent above zero. The x and c do not depend on S0, so the
 // state's tiles are requested first and arrive while the warps work out the x of their tokens. A block may have several heads, so
-// that more of the state stands behind each wait for them. The product of four tokens or more with a float32 state runs on tensor
-// cores, in two tf32 parts of either operand.
+// that more of the state stands behind each wait for them. The product of four tokens or more runs on tensor cores
+// (delta_read_matrix.cuh).
 #pragma once
 #include "delta_read_tiles.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -21,20 +21,22 @@ struct Read {
     const Work& w;
     ReadShared& shared;
     ReadInputs& in;
+    ReadBarriers& ready;
     Either<GRAM, Gram<ACT, FloatAdjoint>, FloatChains>::type adjoint;
     ReadValues values;
     const int warp, lane, tokens;
-    float S[MATRIX ? KEY_DIM / 16 : 1][4];  // of a lane's row, columns 16 p + 4 t + 0 ... 3
 
-    __device__ Read(const Work& work, ReadShared& memory)
-        : t(work.t), w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results),
-          values(work, memory.in.values, memory.in.results), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+    __device__ Read(const Work& work, ReadShared& memory, ReadBarriers& barriers)
+        : t(work.t), w(work), shared(memory), in(memory.in), ready(barriers), adjoint(work, memory.in.adjoint, memory.in.results),
+          values(work, memory.in.values, barriers.values, memory.in.results), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
           tokens(work.row.tokens) {}
+
+    __device__ MatrixRead<STATE, PARTS_AHEAD, ReadShared> matrix() const { return {w, shared, warp, lane}; }
 
     // ---- requests ------------------------------------------------------------------------------------------------------
 
     __device__ void request_tile(int tile) {
-        u64* barrier = &shared.tile_ready[warp][tile % STAGES];
+        u64* barrier = &ready.tiles[warp][tile % STAGES];
         constexpr u32 BYTES = TILE_ROWS * ROW_BYTES;
         expect_bytes(barrier, BYTES);
         const STATE* from = t.state + w.of_head(tile / HEAD_TILES).state_at(warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS);
@@ -44,18 +46,17 @@ struct Read {
     // The ring's live rows and the step's k and v first, since the chains wait for them, then every warp's first tiles.
     __device__ void request() {
         if (lane == 0) {
-            if (threadIdx.x == ReadValues::REQUESTING) init_barrier(&in.values.ready);
+            if (threadIdx.x == ReadValues::REQUESTING) init_barrier(&ready.values);
             if (!MATRIX)
-                for (int s = 0; s < STAGES; ++s) init_barrier(&shared.tile_ready[warp][s]);
+                for (int s = 0; s < STAGES; ++s) init_barrier(&ready.tiles[warp][s]);
             publish_barriers();
         }
         adjoint.request();
         values.request();
-        if (w.row.folded == 0) return;
         if constexpr (MATRIX) {
-#pragma unroll
-            for (int p = 0; p < KEY_DIM / 16; ++p) load_vector<4>(matrix_rows(0) + 16 * p, S[p]);
-        } else if (lane == 0) {
+            end_copies();
+            matrix().request_first(w.row.folded > 0);
+        } else if (w.row.folded > 0 && lane == 0) {
             for (int tile = 0; tile < min(STAGES, TILES); ++tile) request_tile(tile);
         }
     }
@@ -109,7 +110,7 @@ struct Read {
 #pragma unroll
             for (int head_tile = 0; head_tile < SUMS / PASSES; ++head_tile) {
                 const int tile = n * HEAD_TILES + head_tile, stage = tile % STAGES;
-                wait_barrier(&shared.tile_ready[warp][stage], tile / STAGES % 2);
+                wait_barrier(&ready.tiles[warp][stage], tile / STAGES % 2);
 #pragma unroll
                 for (int pass = 0; pass < PASSES; ++pass) {
                     const STATE* from = shared.tiles[warp][stage][pass * ROWS_AT_ONCE + row] + column;
@@ -142,7 +143,7 @@ struct Read {
         for (int tile = 0; tile < TILES; ++tile) {
             const int n = tile / HEAD_TILES, first_row = warp * WARP_ROWS + tile % HEAD_TILES * TILE_ROWS;
             if (GROUPS == 1 && tile % HEAD_TILES == 0) load_x(x, n, 0);
-            wait_barrier(&shared.tile_ready[warp][tile % STAGES], tile / STAGES % 2);
+            wait_barrier(&ready.tiles[warp][tile % STAGES], tile / STAGES % 2);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 if constexpr (GROUPS > 1) load_x(x, n, group);
@@ -153,74 +154,6 @@ struct Read {
             }
             __syncwarp();
             if (lane == 0 && tile + STAGES < TILES) request_tile(tile + STAGES);
-        }
-    }
-
-    // ---- the same on tensor cores --------------------------------------------------------------------------------------
-    //
-    // x is the left operand: row g is the upper part of token g, row g + 8 the lower one. State rows are the columns of the right one.
-
-    static constexpr int WARP_TILES = WARP_ROWS / MATRIX_ROWS, MATRIX_TOKENS = 8;
-    static constexpr int OPERANDS = (READ_TOKENS + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
-    static constexpr bool KEEPS_X = OPERANDS == 1;
-
-    // The lane's columns of its row of a tile.
-    __device__ const STATE* matrix_rows(int tile) const {
-        const int row = warp * WARP_ROWS + tile % WARP_TILES * MATRIX_ROWS + lane / 4;
-        return t.state + w.of_head(tile / WARP_TILES).state_at(row) + 4 * (lane % 4);
-    }
-    // Its columns 4 t + 0 ... 3 of pair p of x.
-    __device__ void load_token(float (&x)[4], int n, int operand, int p) const {
-        const int token = operand * MATRIX_TOKENS + lane / 4;
-        if (token < READ_TOKENS) {
-            load_vector<4>(&in.results.x[n][token][16 * p + 4 * (lane % 4)], x);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = 0.0f;
-        }
-    }
-
-    __device__ void read_matrix() {
-        constexpr int PARTS = KEY_DIM / 16;
-        float kept[KEEPS_X ? PARTS : 1][4];
-#pragma unroll 1
-        for (int tile = 0; tile < HEADS * WARP_TILES; ++tile) {
-            const int n = tile / WARP_TILES;
-            if (KEEPS_X && tile % WARP_TILES == 0) {
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p) load_token(kept[KEEPS_X ? p : 0], n, 0, p);
-            }
-            const STATE* next = opaque(matrix_rows(min(tile + 1, HEADS * WARP_TILES - 1)));
-            Accumulator sums[OPERANDS][2] = {};
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                float high[4], low[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) high[i] = tf32_part(S[p][i]), low[i] = S[p][i] - high[i];
-                if (tile + 1 < HEADS * WARP_TILES) load_vector<4>(next + 16 * p, S[p]);
-#pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) {
-                    if constexpr (!KEEPS_X) load_token(kept[0], n, o, p);
-                    const float(&x)[4] = kept[KEEPS_X ? p : 0];
-#pragma unroll
-                    for (int i = 0; i < 4; i += 2) {
-                        const float first = tf32_part(x[i]), second = tf32_part(x[i + 1]);
-                        const float parts[4] = {first, x[i] - first, second, x[i + 1] - second};
-                        mma_tf32(sums[o][0], parts, high[i], high[i + 1]);
-                        mma_tf32(sums[o][1], parts, low[i], low[i + 1]);
-                    }
-                }
-            }
-            const int row = warp * WARP_ROWS + tile % WARP_TILES * MATRIX_ROWS + 2 * (lane % 4);
-#pragma unroll
-            for (int o = 0; o < OPERANDS; ++o) {
-                const int token = o * MATRIX_TOKENS + lane / 4;
-                float products[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    products[e] = (sums[o][0].v[e] + sums[o][0].v[e + 2]) + (sums[o][1].v[e] + sums[o][1].v[e + 2]);
-                if (token < READ_TOKENS) store_vector<2>(&in.o[n][token][row], products);
-            }
         }
     }
 
@@ -245,10 +178,10 @@ struct Read {
     }
 };
 
-__device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
-    Read read(w, shared);
+__device__ __forceinline__ void read_step(const Work& w, ReadShared& shared, ReadBarriers& barriers) {
+    Read read(w, shared, barriers);
     read.request();
-    read.adjoint.run(1.0f, [] {});  // values are appended in the end
+    read.adjoint.run<MATRIX ? PARTS_AHEAD : 0>(1.0f, [] {});  // values are appended in the end
     __syncthreads();  // x and c
     read.values.wait();
     float updates[HEADS][READ_TOKENS];  // of a single token they are found while the state is on its way
@@ -261,7 +194,7 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared) {
         }
     if (w.row.folded > 0) {
         if constexpr (MATRIX)
-            read.read_matrix();
+            read.matrix().run();
         else if constexpr (BY_EIGHTS)
             read.read_rows();
         else

@@ -1,11 +1,6 @@
 // Shared memory of a step that answers from the checkpoint (delta_read.cuh), and the tiles in which the state passes through it.
 #pragma once
-#include "delta_gram.cuh"
-#include "delta_read_values.cuh"
-
-// The product runs on tensor cores, of which a warp takes 8 rows at a time straight from memory.
-constexpr int MATRIX_ROWS = 8;
-constexpr bool MATRIX = GRAM && READ_TOKENS >= 4 && sizeof(STATE) == 4 && KEY_DIM <= 128 && WARP_ROWS % MATRIX_ROWS == 0;
+#include "delta_read_matrix.cuh"
 
 // Everything but the state's tiles.
 struct ReadInputs {
@@ -38,16 +33,30 @@ constexpr int tile_rows(int rows) {
            : WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 && 2 * tiles_bytes(rows) <= TILE_ROOM ? rows
                                                                                                      : tile_rows(rows / 2);
 }
-constexpr bool TILES_FIT = MATRIX ? TILE_ROOM >= 2 * (ROW_BYTES + WARPS * int(sizeof(u64))) : BY_EIGHTS || tile_rows(32) > 0;
+// On tensor cores, parts that are on their way at once.
+constexpr int parts_on_their_way(int parts) {
+    return parts > 1 && parts * int(sizeof(MatrixPart)) > TILE_ROOM ? parts_on_their_way(parts / 2) : parts;
+}
+constexpr int PARTS_AHEAD = MATRIX ? parts_on_their_way(MATRIX_PARTS) : 1;
+constexpr bool TILES_FIT = MATRIX ? int(sizeof(MatrixPart)) <= TILE_ROOM : BY_EIGHTS || tile_rows(32) > 0;
 constexpr int TILE_ROWS = MATRIX || !TILES_FIT ? 1 : BY_EIGHTS ? SMALL_TILE_ROWS : tile_rows(32);
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
-constexpr int STAGES = !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMALL_TILES ? SMALL_TILES_THAT_FIT : SMALL_TILES;
+constexpr int STAGES = MATRIX ? 1 : !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMALL_TILES ? SMALL_TILES_THAT_FIT : SMALL_TILES;
 
 constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
                        VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
 
+// On which tiles and the ring's values arrive. Nothing else may lie where a barrier has been: a step that folds after it has read has them
+// apart from what the fold takes over.
+struct ReadBarriers {
+    u64 tiles[WARPS][STAGES], values;
+};
+static_assert(!ANSWERS_FIRST || sizeof(ReadBarriers) <= BARRIER_ROOM, "room for barriers");
 struct ReadShared {
-    alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][TILE_ROWS][KEY_DIM];
+    union {
+        alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][TILE_ROWS][KEY_DIM];
+        MatrixPart parts[PARTS_AHEAD];
+    };
     alignas(16) ReadInputs in;
-    u64 tile_ready[WARPS][STAGES];
+    ReadBarriers barriers;
 };

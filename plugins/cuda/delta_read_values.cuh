@@ -9,18 +9,18 @@ constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
 struct ValueInputs {
     alignas(16) RING ring[HEADS][READ_HISTORY][SLICE];
     alignas(16) ACT v[ONE_ROW_A_LANE ? 1 : HEADS][READ_TOKENS][ONE_ROW_A_LANE ? 8 : SLICE];
-    u64 ready;
 };
 
 struct ReadValues {
     const Work& w;
     ValueInputs& in;
+    u64& ready;
     const FloatAdjoint& adjoint;
     const int warp, lane, history, tokens;
     float own[HEADS];
 
-    __device__ ReadValues(const Work& work, ValueInputs& inputs, const FloatAdjoint& results)
-        : w(work), in(inputs), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
+    __device__ ReadValues(const Work& work, ValueInputs& inputs, u64& barrier, const FloatAdjoint& results)
+        : w(work), in(inputs), ready(barrier), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
           tokens(work.row.tokens) {}
 
     // The ring's come by bulk copies where they are whole rows.
@@ -29,12 +29,12 @@ struct ReadValues {
 
     __device__ void request() {
         if (WHOLE && threadIdx.x == REQUESTING) {
-            expect_bytes(&in.ready, history * HEADS * int(sizeof(in.ring[0][0])));
+            expect_bytes(&ready, history * HEADS * int(sizeof(in.ring[0][0])));
 #pragma unroll
             for (int n = 0; n < HEADS; ++n)
                 for_ring_spans(w, [&](int entry, int row, int count) {
                     stream_to_shared(in.ring[n][entry], w.t.ring_v + w.of_head(n).ring_v_at(row), count * u32(sizeof(in.ring[0][0])),
-                                     &in.ready);
+                                     &ready);
                 });
         }
         if constexpr (!WHOLE)
@@ -56,7 +56,7 @@ struct ReadValues {
     }
     // Behind a barrier of all threads.
     __device__ void wait() const {
-        if (WHOLE) wait_barrier(&in.ready, 0);
+        if (WHOLE) wait_barrier(&ready, 0);
     }
 
     // o += sum_j c_j v_j at a value row of head n; appends the step's v.
@@ -70,7 +70,7 @@ struct ReadValues {
         }
         for (int j = 0; j < tokens; ++j) {
             const float v = ONE_ROW_A_LANE ? own[n] : to_float(in.v[n][j][row]);
-            w.t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
+            if (!ANSWERS_FIRST || !w.row.absorbs()) w.t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
 #pragma unroll
             for (int i = 0; i < READ_TOKENS; ++i)
                 if (i >= j && i < tokens) o[i] = fmaf(adjoint.c[n][history + j][i], v, o[i]);

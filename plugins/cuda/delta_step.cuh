@@ -10,8 +10,13 @@
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
+// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which only some that are absorbed have, take them
+// token by token.
+constexpr bool LONG_ROWS_RECUR = STREAMS && SINGLE_CHUNK && !ONE_CHUNK;
 // Steps that answer from the read copy; prefills do not.
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
+
+static_assert(!ANSWERS_FIRST || (READS && STREAMS), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
@@ -19,7 +24,8 @@ constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
 constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
-constexpr int SHARED_BYTES = larger(larger(READ_BYTES, REPLAY_BYTES), KDA_FOLDS ? int(sizeof(KdaFoldShared)) : 0);
+constexpr int OTHER_FOLD_BYTES = KDA_FOLDS ? sizeof(KdaFoldShared) : LONG_ROWS_RECUR ? sizeof(RecurrentShared) : 0;
+constexpr int SHARED_BYTES = larger(larger(READ_BYTES, REPLAY_BYTES), OTHER_FOLD_BYTES);
 
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
 template <Pass PASS>
@@ -30,7 +36,7 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
     for (int n = DOWN ? HEADS_A_BLOCK - 1 : 0; DOWN ? n >= 0 : n < HEADS_A_BLOCK; n += DOWN ? -1 : 1) {
         const Work w = block.of_head(n);
         float largest;
-        if constexpr (RECURS || PASS == Pass::ANSWER)
+        if constexpr (RECURS || PASS == Pass::ANSWER || LONG_ROWS_RECUR)
             largest = recurrent_step<PASS>(w, *reinterpret_cast<RecurrentShared*>(memory));
         else
             largest = chunk_step<PASS != Pass::FOLD>(w, *reinterpret_cast<ChunkShared*>(memory));
@@ -49,11 +55,14 @@ __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsi
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
 
-// A step with a read copy: what it answers does not depend on whether it folds.
+// A step with a read copy, or of several tokens without one: what it answers does not depend on whether it folds.
 template <typename T>
-__device__ __forceinline__ void copied_step(Work& block, const int* step, unsigned char* memory) {
+__device__ __forceinline__ void answer_and_fold(Work& block, const int* step, unsigned char* memory) {
     Row& row = block.row;
-    if constexpr (READS_COPY && sizeof(T) == 2) {
+    if constexpr (ANSWERS_FIRST) {
+        __shared__ ReadBarriers barriers;
+        read_step(block, *reinterpret_cast<ReadShared*>(memory), barriers);
+    } else if constexpr (READS_COPY && sizeof(T) == 2) {
         __shared__ PartBarriers barriers;
         copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory), barriers);
     } else {
@@ -65,14 +74,15 @@ __device__ __forceinline__ void copied_step(Work& block, const int* step, unsign
     if constexpr (KDA_FOLDS && sizeof(T) > 0) {
         if (ONE_CHUNK || kda_folds(row)) return fold_channels<false>(block, step, memory);
     }
-    if constexpr (STREAMS && !RECURS && sizeof(T) > 0)
-        Fold{block, *reinterpret_cast<FoldShared*>(memory)}.run();
-    else
-        replay<Pass::FOLD>(block, memory);
+    if constexpr (STREAMS && !RECURS && sizeof(T) > 0) {
+        const Fold fold{block, *reinterpret_cast<FoldShared*>(memory)};
+        if (!LONG_ROWS_RECUR || fold.single()) return fold.run();
+    }
+    if constexpr (!STREAMS || RECURS || LONG_ROWS_RECUR) replay<Pass::FOLD>(block, memory);
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    static_assert(SHARED_BYTES + (COPIED ? BARRIER_ROOM : 0) <= SHARED_LIMIT, "the block needs too much shared memory");
+    static_assert(SHARED_BYTES + (READS_ALL ? BARRIER_ROOM : 0) <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
@@ -80,7 +90,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
-    if constexpr (ANSWERS_FROM_COPY) return copied_step<ACT>(block, step, memory);
+    if constexpr (ANSWERS_FROM_COPY || ANSWERS_FIRST) return answer_and_fold<ACT>(block, step, memory);
     // A flush folds the ring; then the tokens find an empty one.
     if (row.folds() && !row.absorbs()) row.tokens = 0;
     if constexpr (KDA_FOLDS) {
@@ -97,9 +107,10 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {
+            ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
             if (ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS)))
-                return read_step(block, *reinterpret_cast<ReadShared*>(memory));
+                return read_step(block, shared, shared.barriers);
         }
         replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;

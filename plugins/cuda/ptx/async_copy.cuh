@@ -20,8 +20,11 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;
 // Ends a group of copies.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for all groups of this thread but the newest N.
+// Waits for all groups of this thread but the newest N, or for all of its copies if N is 0.
 template <int N>
 __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+    if constexpr (N == 0)
+        wait_copies();
+    else
+        asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }

@@ -7,6 +7,7 @@ inline void copy_16_bytes(void* to, const void* from, bool present, PLACE) { emu
 inline void end_copies() { emulator::commit_copies(); }
 template <int N>
 inline void wait_for_copies() {
+    if constexpr (N == 0) emulator::commit_copies();
     emulator::wait_copy_groups(N);
 }
 inline void wait_copies() {
