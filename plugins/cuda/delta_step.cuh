@@ -24,7 +24,9 @@ constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
 constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
-constexpr int OTHER_FOLD_BYTES = KDA_FOLDS ? sizeof(KdaFoldShared) : LONG_ROWS_RECUR ? sizeof(RecurrentShared) : 0;
+constexpr int OTHER_FOLD_BYTES = KDA_FOLDS ? larger(sizeof(KdaFoldShared), ONE_CHUNK ? sizeof(RecurrentShared) : 0)
+                                 : LONG_ROWS_RECUR ? sizeof(RecurrentShared)
+                                                   : 0;
 constexpr int SHARED_BYTES = larger(larger(READ_BYTES, REPLAY_BYTES), OTHER_FOLD_BYTES);
 
 // All entries of a row, which the checkpoint takes up if the plan says so, and its copy after it.
@@ -91,6 +93,15 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
     if constexpr (ANSWERS_FROM_COPY || ANSWERS_FIRST) return answer_and_fold<ACT>(block, step, memory);
+    // Of KDA's rows whose ring has one chunk, all that do not fold are read, but for a ring that the token fills: no cursor of the
+    // engine's leaves it as it is.
+    constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;
+    if constexpr (ALL_READ) {
+        if (!row.folds() && row.history() > READ_HISTORY) {
+            recurrent_step<Pass::BOTH>(block, *reinterpret_cast<RecurrentShared*>(memory));
+            return;
+        }
+    }
     // A flush folds the ring; then the tokens find an empty one.
     if (row.folds() && !row.absorbs()) row.tokens = 0;
     if constexpr (KDA_FOLDS) {
@@ -103,7 +114,6 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
             __syncthreads();
         }
     }
-    constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;  // rows that do not fold
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {

@@ -2,9 +2,13 @@
 #define PER_CHANNEL 1
 #include "delta_step.cuh"
 
-// Compiled for compute capability 10, folds of 16-bit states and beside copies spill with the registers that four blocks leave.
-constexpr bool SPILLS = __CUDA_ARCH__ >= 1000 && ONE_CHUNK && KDA_FOLDS && (COPIED || sizeof(STATE) == 2);
-constexpr int BLOCKS_HELD = SPILLS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
+// Folds of one token's steps that spill with the registers that four blocks leave.
+#if __CUDA_ARCH__ >= 1000
+constexpr bool HUNGRY = COPIED || sizeof(STATE) == 2;
+#else
+constexpr bool HUNGRY = SPLIT > 1 ? COPIED || sizeof(STATE) == 2 : READ_BITS == 4 && sizeof(STATE) == 4;
+#endif
+constexpr int BLOCKS_HELD = HUNGRY && ONE_CHUNK && KDA_FOLDS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_HELD)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,

@@ -15,9 +15,7 @@
 
 // Of rows whose entries are one chunk; with several tokens, of those that take up the ring alone, since no outputs of its entries are
 // wanted.
-// Beside a float32 state's nvfp4 copy, a step of one token would have to give up a block of a multiprocessor for its registers.
-constexpr bool KDA_FOLDS = PER_CHANNEL && CHUNKED && NARROW_INPUTS && TOKENS > 0 && KEY_DIM == 32 * WARPS &&
-                           !(ONE_CHUNK && READ_BITS == 4 && sizeof(STATE) == 4);
+constexpr bool KDA_FOLDS = PER_CHANNEL && CHUNKED && NARROW_INPUTS && TOKENS > 0 && KEY_DIM == 32 * WARPS;
 __device__ __forceinline__ bool kda_folds(const Row& row) {
     return row.folds() && row.history() + row.tokens <= CHUNK && (TOKENS == 1 || row.tokens == 0);
 }
