@@ -19,8 +19,8 @@
 template <typename T>
 struct CopyRead : CopyRequests<T> {
     typedef CopyRequests<T> Requests;
-    using Requests::history, Requests::in, Requests::lane, Requests::ready, Requests::request_part, Requests::shared, Requests::tokens, Requests::w,
-        Requests::warp;
+    using Requests::history, Requests::in, Requests::lane, Requests::ready, Requests::request_part, Requests::shared, Requests::tokens,
+        Requests::w, Requests::warp;
 
     __device__ CopyRead(const Work& work, CopyReadShared& memory, PartBarriers& barriers) : Requests(work, memory, barriers) {}
 

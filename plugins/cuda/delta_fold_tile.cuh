@@ -8,8 +8,8 @@
 // KEY: bfloat16.
 template <typename KEY>
 struct FoldTile : ChunkTile<false, true> {
-    // Blocks of 16 columns that a loop takes at a time, so that loads run ahead. For compute capability 10, and without a copy, the compiler
-    // would spill registers for four that are written.
+    // Blocks of 16 columns that a loop takes at a time, so that loads run ahead. For compute capability 10, and without a copy, the
+    // compiler would spill registers for four that are written.
     static constexpr int READ_TOGETHER = 4, WRITTEN_TOGETHER = __CUDA_ARCH__ >= 1000 || !COPIED ? 2 : 4;
 
     // Where the lane finds its columns and keys of the next block of 16, and its columns of that behind it.
@@ -40,8 +40,8 @@ struct FoldTile : ChunkTile<false, true> {
 
     // As multiply_state. `at` moves behind the last block.
     __device__ void read(Cursor& at, Sum (&sums)[BLOCKS]) const {
-        // The bits of tf32. Of a constant the compiler knows that the product reads no others: it would leave them on, and move whole floats
-        // to where the product wants its operands.
+        // The bits of tf32. Of a constant the compiler knows that the product reads no others: it would leave them on, and move whole
+        // floats to where the product wants its operands.
         const u32 upper_bits = __ballot_sync(~0u, u32(thread) % 32 >= 13);
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += READ_TOGETHER) {

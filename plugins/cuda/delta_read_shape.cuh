@@ -39,3 +39,12 @@ constexpr bool GRAM = GRAM_KEYS && ENTRIES <= 32;
 // c of the history, then of the tokens.
 constexpr int MOST_SUMS = GRAM ? ENTRIES : READ_HISTORY + READ_TOKENS;
 typedef float StepSums[HEADS][MOST_SUMS][READ_TOKENS];
+
+// Rows that products take with so many entries. Those behind the entries are zeros, as memory left there might be no numbers.
+__device__ __forceinline__ int padded_rows(int entries) { return min((entries + 15) / 16 * 16, ENTRY_ROWS); }
+
+// The entry of block s of 16 whose row a lane names for load_transposed_matrices, or the last that there is room for.
+__device__ __forceinline__ int lane_entry(int lane, int s) {
+    const int entry = 16 * s + lane % 8 + lane / 16 * 8;
+    return 16 * s + 16 <= ENTRY_ROWS ? entry : min(entry, ENTRY_ROWS - 1);
+}

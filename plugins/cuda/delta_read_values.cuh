@@ -20,8 +20,8 @@ struct ReadValues {
     float own[HEADS];
 
     __device__ ReadValues(const Work& work, ValueInputs& inputs, u64& barrier, const FloatAdjoint& results)
-        : w(work), in(inputs), ready(barrier), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
-          tokens(work.row.tokens) {}
+        : w(work), in(inputs), ready(barrier), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+          history(work.row.history()), tokens(work.row.tokens) {}
 
     // The ring's come by bulk copies where they are whole rows.
     static constexpr bool WHOLE = SPLIT == 1;

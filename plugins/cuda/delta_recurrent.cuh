@@ -171,7 +171,8 @@ struct RecurrentTile {
             __syncthreads();
             for (int n = threadIdx.x; n < count * RECURRENT_ROWS; n += THREADS) {
                 const int at = n / RECURRENT_ROWS, r = n % RECURRENT_ROWS;
-                if (PASS != Pass::FOLD && from + at >= history && exists(r)) w.o(from + at - history)[first + r] = from_float<ACT>(shared.o[at][r]);
+                if (PASS != Pass::FOLD && from + at >= history && exists(r))
+                    w.o(from + at - history)[first + r] = from_float<ACT>(shared.o[at][r]);
             }
         }
     }
