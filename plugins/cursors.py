@@ -11,7 +11,8 @@ Every cache of a slot is addressed by a token's position ``p`` in its request (0
 
 The live rows of a ring are therefore ``[folded, committed)``, ``h = committed - folded`` of them. In the notation of the
 ReplaySSM papers the ring starts at ``s = folded % ring_rows``; keeping positions instead of ``(s, h)`` makes a commit one
-addition, lets convolution and KV cache roll back by the same number, and needs no reset of any buffer.
+addition, lets convolution and KV cache roll back by the same number, and needs no reset of any buffer. A step finds at most
+the window in the ring, and one token less where the ring has no rows for drafts; appended tokens have rows of their own.
 """
 
 from __future__ import annotations

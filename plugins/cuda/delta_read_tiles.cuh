@@ -15,6 +15,8 @@ struct ReadInputs {
 constexpr int ROW_BYTES = KEY_DIM * int(sizeof(STATE));
 // For tiles and their barriers: not for inputs, nor for the barrier of the chains' ring in front of them.
 constexpr int TILE_ROOM = SHARED_LIMIT - BARRIER_ROOM - int(sizeof(ReadInputs));
+// Where tiles are few, what rounding up and the values' barrier take counts, too.
+constexpr int LARGE_TILE_ROOM = TILE_ROOM - 64;
 constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(sizeof(u64))); }  // one of each warp
 
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.
@@ -29,16 +31,15 @@ constexpr bool BY_EIGHTS = READ_TOKENS == 1 && KEY_DIM % (ROW_LANES * ROW_VECTOR
 
 // State rows of another tile: as many as shared memory holds, 4 KB at most.
 constexpr int tile_rows(int rows) {
-    return rows == 0                                                                                 ? 0
-           : WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 && 2 * tiles_bytes(rows) <= TILE_ROOM ? rows
-                                                                                                     : tile_rows(rows / 2);
+    const bool fits = rows > 0 && WARP_ROWS % rows == 0 && rows * ROW_BYTES <= 4096 && 2 * tiles_bytes(rows) <= LARGE_TILE_ROOM;
+    return fits || rows == 0 ? rows : tile_rows(rows / 2);
 }
 // On tensor cores, parts that are on their way at once.
 constexpr int parts_on_their_way(int parts) {
-    return parts > 1 && parts * int(sizeof(MatrixPart)) > TILE_ROOM ? parts_on_their_way(parts / 2) : parts;
+    return parts > 1 && parts * int(sizeof(MatrixPart)) > LARGE_TILE_ROOM ? parts_on_their_way(parts / 2) : parts;
 }
 constexpr int PARTS_AHEAD = MATRIX ? parts_on_their_way(MATRIX_PARTS) : 1;
-constexpr bool TILES_FIT = MATRIX ? int(sizeof(MatrixPart)) <= TILE_ROOM : BY_EIGHTS || tile_rows(32) > 0;
+constexpr bool TILES_FIT = MATRIX ? int(sizeof(MatrixPart)) <= LARGE_TILE_ROOM : BY_EIGHTS || tile_rows(32) > 0;
 constexpr int TILE_ROWS = MATRIX || !TILES_FIT ? 1 : BY_EIGHTS ? SMALL_TILE_ROWS : tile_rows(32);
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
 constexpr int STAGES = MATRIX ? 1 : !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMALL_TILES ? SMALL_TILES_THAT_FIT : SMALL_TILES;

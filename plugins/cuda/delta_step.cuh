@@ -10,8 +10,8 @@
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
-// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which only some that are absorbed have, take them
-// token by token.
+// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which with windows of 16 at most only some that
+// are absorbed have, take them token by token.
 constexpr bool LONG_ROWS_RECUR = STREAMS && SINGLE_CHUNK && !ONE_CHUNK;
 // Steps that answer from the read copy; prefills do not.
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
@@ -84,7 +84,8 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const int* step, un
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    static_assert(SHARED_BYTES + (READS_ALL ? BARRIER_ROOM : 0) <= SHARED_LIMIT, "the block needs too much shared memory");
+    constexpr int BARRIER_BYTES = READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
+    static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};

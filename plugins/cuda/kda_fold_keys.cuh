@@ -15,7 +15,7 @@
 
 // Of rows whose entries are one chunk; with several tokens, of those that take up the ring alone, since no outputs of its entries are
 // wanted.
-constexpr bool KDA_FOLDS = PER_CHANNEL && CHUNKED && NARROW_INPUTS && TOKENS > 0 && KEY_DIM == 32 * WARPS;
+constexpr bool KDA_FOLDS = PER_CHANNEL && CHUNKED && NARROW_INPUTS && TOKENS > 0 && KEY_DIM == 32 * WARPS && SLICE <= 256;
 __device__ __forceinline__ bool kda_folds(const Row& row) {
     return row.folds() && row.history() + row.tokens <= CHUNK && (TOKENS == 1 || row.tokens == 0);
 }

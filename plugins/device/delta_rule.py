@@ -191,7 +191,8 @@ def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype,
     if read_tokens == 1 and shape.ring_rows <= CHUNK:
         return 4
     copied = shape.read_dtype != "same" and (state.itemsize == 2 or read_tokens == READ_TOKENS[-1])
-    return 2 if activation == torch.float32 or shape.per_channel or copied else 3
+    wide = read_tokens == READ_TOKENS[-1] and shape.value_dim > 128
+    return 2 if activation == torch.float32 or shape.per_channel or copied or wide else 3
 
 
 def pool_tensors(shape: DeltaShape, pools: dict[str, Tensor]) -> tuple[Tensor, ...]:
