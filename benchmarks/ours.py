@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import Subject, only_for
+from benchmarks.subject import Ringed, only_for
 from trtllm_replayssm.plugins.cursors import STEP_WORDS, RowMode
 from trtllm_replayssm.plugins.implementation import implementation
 from trtllm_replayssm.plugins.reference.read_copy import write_copy
@@ -19,7 +19,7 @@ from trtllm_replayssm.replay import ReadDtype
 from trtllm_replayssm.tuning.layer import FOLDED, Dtypes, plausible_pools, step_info
 
 
-class Replay(Subject):
+class Replay(Ringed):
     """The plugin layer with its ring; with the window 1 of ``Case.standard`` the ordinary recurrence."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -44,12 +44,6 @@ class Replay(Subject):
         problem = self.problems[layer]
         inputs = (x[i] for x in problem.inputs)
         return self.run(self.attributes, *inputs, *problem.weights, self.step_info, self.pools[layer])
-
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
-
-    def cycle(self) -> list[int]:
-        return self.case.cycle()
 
     def place(self, histories: Sequence[int]) -> None:
         super().place(histories)

@@ -70,6 +70,16 @@ class Subject(ABC):
         return torch.tensor(histories, dtype=torch.int32)[rows].to(DEVICE)
 
 
+class Ringed(Subject):
+    """With a ring like ours, unless it says otherwise."""
+
+    def bytes(self) -> float:
+        return self.case.replay_bytes()
+
+    def cycle(self) -> list[int]:
+        return self.case.cycle()
+
+
 def only_for(suits: bool) -> None:
     """Raises Unsuited unless ``suits``."""
     if not suits:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.peers import loader, peer
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import only_for
+from benchmarks.subject import Ringed, only_for
 
 
 class Layer:
@@ -145,7 +145,7 @@ class VllmPacked(Packed):
 # ---- with a ring -----------------------------------------------------------------------------------------------------
 
 
-class SglangReplay(Peer):
+class SglangReplay(Ringed, Peer):
     """One token a step; ``window`` rows, folded with the token that fills them."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -159,12 +159,6 @@ class SglangReplay(Peer):
             for _ in problems
         ]
         self.write_pos = torch.zeros(self.case.batch, dtype=torch.int32, device=DEVICE)
-
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
-
-    def cycle(self) -> list[int]:
-        return self.case.cycle()
 
     def place(self, histories: Sequence[int]) -> None:
         super().place(histories)
@@ -184,7 +178,7 @@ class SglangReplay(Peer):
         return at.out.flatten(2)
 
 
-class SglangRing(Peer):
+class SglangRing(Ringed, Peer):
     """Verify steps that answer from checkpoint and ring; the flag to fold is set by the commit before."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -211,9 +205,6 @@ class SglangRing(Peer):
         self.first = 0
         self.starts = torch.arange(0, batch * self.case.tokens + 1, self.case.tokens, dtype=torch.int32, device=DEVICE)
         self.place([0])
-
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
 
     def folds(self, history: int) -> bool:
         return history + 2 * self.case.tokens > self.length
@@ -293,27 +284,10 @@ class SglangFold(SglangFused):
 # ---- a state saved after every draft ---------------------------------------------------------------------------------
 
 
-class SglangSnapshots(SglangFused):
-    """Verify steps that leave the state alone and write one state a token; a commit copies the accepted one (not timed)."""
-
-    tokens = (2, 4, 8)
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__(problems)
-        s = self.shape
-        shape = (self.case.batch, self.case.tokens, s.value_heads, s.dim, s.dim)
-        self.saved = [torch.zeros(shape, dtype=self.case.state, device=DEVICE) for _ in problems]
-
-    def bytes(self) -> float:
-        return self.case.snapshot_bytes()
-
+class SglangSnapshots(peer.Snapshots, SglangFused):
     def step(self, layer: int, i: int) -> Tensor:
         buffers = {"intermediate_states_buffer": self.saved[layer], "intermediate_state_indices": self.rows}
         return self.call(layer, i, disable_state_update=True, cache_steps=self.case.tokens, **buffers)
-
-    def commit(self, accepted: int) -> None:
-        for layer, saved in zip(self.layers, self.saved):
-            layer.state[1:] = saved[:, accepted - 1]
 
 
 PEERS: dict[str, type[Peer]] = {

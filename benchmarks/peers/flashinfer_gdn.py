@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DeltaModel
-from benchmarks.peers import delta_rule, loader
+from benchmarks.peers import delta_rule, loader, peer
 from benchmarks.problem import DEVICE, Problem
-from benchmarks.subject import only_for
+from benchmarks.subject import Ringed, only_for
 
 DIM = 128
 #: States (rows times value heads) beyond which the choice of kernel and tiles stays the same.
@@ -73,28 +73,12 @@ class Decode(Peer):
         return at.out.flatten(2)
 
 
-class Snapshots(Decode):
-    """Verify steps that leave the state alone and write one state a token; a commit copies the accepted one (not timed)."""
-
-    tokens = (2, 4, 8)
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__(problems)
-        shape = (self.case.batch, self.case.tokens, self.shape.value_heads, DIM, DIM)
-        self.saved = [torch.zeros(shape, dtype=self.case.state, device=DEVICE) for _ in problems]
-
-    def bytes(self) -> float:
-        return self.case.snapshot_bytes()
-
+class Snapshots(peer.Snapshots, Decode):
     def step(self, layer: int, i: int) -> Tensor:
         return self.call(layer, i, intermediate_states_buffer=self.saved[layer], disable_state_update=True)
 
-    def commit(self, accepted: int) -> None:
-        for layer, saved in zip(self.layers, self.saved):
-            layer.state[1:] = saved[:, accepted - 1]
 
-
-class Replay(Peer):
+class Replay(Ringed, Peer):
     """``gated_delta_rule_mtp_ucache_flush``: a step that might not leave room folds the rows before it.
 
     The ring keeps normalised keys, what the delta rule adds to the state, and sums of log decays since the last fold.
@@ -122,12 +106,6 @@ class Replay(Peer):
         self.weights = [[weight.bfloat16() for weight in problem.weights] for problem in problems]
         self.held, self.start = (torch.zeros(self.case.batch, dtype=torch.int32, device=DEVICE) for _ in range(2))
         self.first = 0
-
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
-
-    def cycle(self) -> list[int]:
-        return self.case.cycle()
 
     def place(self, histories: Sequence[int]) -> None:
         super().place(histories)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.peers import loader, peer
 from benchmarks.problem import ACTIVATION, DEVICE, Problem
-from benchmarks.subject import only_for
+from benchmarks.subject import Ringed, only_for
 
 
 class Layer:
@@ -97,7 +97,7 @@ class FlashinferStandard(Standard):
 # ---- with a ring -----------------------------------------------------------------------------------------------------
 
 
-class VllmReplay(Peer):
+class VllmReplay(Ringed, Peer):
     """One token a step; ``window`` rows, folded with the token that fills them."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -119,12 +119,6 @@ class VllmReplay(Peer):
         self.is_flush = torch.zeros(self.case.batch, dtype=torch.int8, device=DEVICE)
         self.place([0])
 
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
-
-    def cycle(self) -> list[int]:
-        return self.case.cycle()
-
     def place(self, histories: Sequence[int]) -> None:
         super().place(histories)
         self.write_pos.copy_(self.per_row(histories))
@@ -144,7 +138,7 @@ class VllmReplay(Peer):
         return at.out.flatten(2)
 
 
-class FlashinferReplay(Peer):
+class FlashinferReplay(Ringed, Peer):
     """``checkpointing_ssu``: up to 16 tokens a step; a step that might not leave room folds the rows before it."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -167,9 +161,6 @@ class FlashinferReplay(Peer):
             self.case.batch, s.heads, tokens, window, ACTIVATION, DEVICE
         )
         self.place([0])
-
-    def bytes(self) -> float:
-        return self.case.replay_bytes()
 
     def cycle(self) -> list[int]:
         return list(range(self.case.tokens, self.case.window + 1, self.case.tokens))
@@ -198,24 +189,15 @@ class FlashinferReplay(Peer):
 # ---- a state saved after every draft ---------------------------------------------------------------------------------
 
 
-class Snapshots(Peer):
-    """Verify steps that leave the state alone and write one state a token; a commit copies the accepted one (not timed)."""
-
+class Snapshots(peer.Snapshots, Peer):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        only_for(self.case.tokens in (2, 4, 8))
         self.update = self.find()
-        s = self.shape
-        shape = (self.case.batch, self.case.tokens, s.heads, s.head_dim, s.state_size)
-        self.saved = [torch.zeros(shape, dtype=self.case.state, device=DEVICE) for _ in problems]
         self.rows = torch.arange(self.case.batch, dtype=torch.int32, device=DEVICE)
 
     @abstractmethod
     def find(self) -> Any:
         """The project's function. Raises Unavailable without it."""
-
-    def bytes(self) -> float:
-        return self.case.snapshot_bytes()
 
     def step(self, layer: int, i: int) -> Tensor:
         at = self.layers[layer]
@@ -225,10 +207,6 @@ class Snapshots(Peer):
             intermediate_states_buffer=self.saved[layer], intermediate_state_indices=self.rows,
         )  # fmt: skip
         return at.out.flatten(2)
-
-    def commit(self, accepted: int) -> None:
-        for layer, saved in zip(self.layers, self.saved):
-            layer.state[1:] = saved[:, accepted - 1]
 
 
 class SglangSnapshots(Snapshots):
