@@ -10,8 +10,8 @@
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
-// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which with windows of 16 at most only some that
-// are absorbed have, take them token by token.
+// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which only some that are absorbed have, take them
+// token by token.
 constexpr bool LONG_ROWS_RECUR = STREAMS && SINGLE_CHUNK && !ONE_CHUNK;
 // Steps that answer from the read copy; prefills do not.
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;

@@ -130,7 +130,7 @@ def variant(
     heads: int = 1,
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
-    first = aligned and activation == ring and answers_first(shape, activation, read_tokens, split)
+    first = aligned and activation == ring and answers_first(shape, activation, state, read_tokens, split)
     fewer = read_tokens == READ_TOKENS[-1] or state.itemsize == 2
     blocks = ANSWERED_BLOCKS_AN_SM - fewer if first else blocks_an_sm(shape, activation, state, read_tokens)
     defines: Macros = (
@@ -162,13 +162,13 @@ def sizes(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, ring: 
     )
 
 
-def answers_first(shape: DeltaShape, activation: torch.dtype, read_tokens: int, split: int) -> bool:
+def answers_first(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int, split: int) -> bool:
     """ANSWERS_FIRST of delta_read_shape.cuh, of inputs of one type in whole vectors."""
     value_rows, rest = divmod(shape.value_dim, split)
     history = shape.window if shape.ring_rows > shape.window else max(shape.window - 1, 1)
     narrow = activation.itemsize == 2 and not shape.per_channel and not shape.derived_fold
     fits = shape.key_dim in (64, 128) and value_rows <= 128 and value_rows % 16 == 0 and rest == 0
-    few = read_tokens > 1 and history + read_tokens <= 2 * CHUNK
+    few = read_tokens > 1 and history + read_tokens <= 2 * CHUNK and (state == torch.float32 or history <= CHUNK)
     return shape.read_dtype == "same" and narrow and fits and few
 
 

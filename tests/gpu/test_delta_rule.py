@@ -152,7 +152,8 @@ def test_head_ratios(heads):
 def test_windows(layer, window):
     run_case(Case(layer, 1, window=window, rows=24))
     if window >= 4:
-        run_case(Case(layer, 4, window=window, draft=3, rows=24))
+        for state in (FP32, BF16):
+            run_case(Case(layer, 4, window=window, draft=3, rows=24, state=state))
 
 
 @pytest.mark.parametrize("layer", LAYERS[:2])
