@@ -15,6 +15,7 @@ from trtllm_replayssm.plugins.device import delta_rule as device
 from trtllm_replayssm.plugins.device import gated_delta as device_gated_delta
 from trtllm_replayssm.plugins.device import kda as device_kda
 from trtllm_replayssm.plugins.read_copy import FORMATS
+from trtllm_replayssm.plugins.reference import delta_rule as reference
 
 SHAPES = [(k, v) for k in prefill.DIMS for v in prefill.DIMS]
 CHANNEL_SHAPES = [shape for shape in SHAPES if shape[0] == prefill.CHANNEL_KEY_DIM]
@@ -145,6 +146,21 @@ def test_chunked_prefill_equals_a_whole_one(layer):
     again, after = prompt.run([50, 163, 512])
     assert harness.relative_error(again, whole) < harness.TOLERANCE[BF16]
     assert harness.relative_error(after, state) < harness.TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_long_prompts_do_not_drift(layer):
+    """A prompt of 8,192 tokens that decay by a few percent each: nothing but float32's rounding adds up."""
+    prompt = Prompt(layer, 1, 8192)
+    prompt.A_log = prompt.A_log - 4
+    got, state = prompt.run([8192])
+    attributes = prompt.case.attributes
+    exact = {n: p.allocate(1, "cuda").double() for n, p in attributes.pools(BF16, FP32, BF16).items()}
+    inputs = (x.double() for x in prompt.inputs)
+    plan = harness.step_tensor([harness.RowPlan(0, 0, 0, 8192, 8192)]).cuda()
+    want = getattr(reference, layer)(attributes, *inputs, prompt.A_log, prompt.dt_bias, plan, exact)
+    assert harness.relative_error(got, want) < harness.TOLERANCE[BF16]
+    assert harness.relative_error(state, exact["state"]) < 1e-6
 
 
 @pytest.mark.parametrize("layer", LAYERS[:2])
