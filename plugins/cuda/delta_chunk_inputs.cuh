@@ -82,6 +82,7 @@ struct ChunkShared {
     ChunkSystem systems[PREPARED_HEADS];
     float qk[STAGES_QUERIES ? CHUNK : 1][PAIR_STRIDE];  // [j][i]: q_j . exp(G_j - G_i) k_i, zero for i > j
     float k_norm[CHUNK], q_norm[CHUNK];  // what k and q are to be multiplied by
+    alignas(16) float query[FOLD_ANSWERS ? KEY_PADDED : 4];  // of the only token, finished
 };
 
 struct Chunk {

@@ -1,4 +1,4 @@
-// A fold whose outputs have been given before, with the state on its way through shared memory.
+// A fold with the state on its way through shared memory. Outputs have been given before, or are those of a single token (FOLD_ANSWERS).
 //
 // A warp has 16 value rows of a head at a time. They are requested while a chunk is prepared, or while other warps are at work, and
 // read twice, for their products with the keys and for their update: no thread holds more than a few columns of them, so that more
@@ -140,6 +140,16 @@ struct Fold {
         Chunk{block.of_head(n), shared.chunk, false, opaque(int(threadIdx.x))}.request_values(shared.chunk.inputs[0], 0, entries());
         end_copies();
     }
+    // The token's query, of all heads of the block, by a warp that has neither gates nor the triangular system.
+    static constexpr int QUERY_WARP = 1;
+    __device__ void finish_query(float (&query)[LANE_COLS]) const {
+        float squares[1] = {dot(query, query)};
+        sum_all<32>(squares);
+        const float scale = rsqrtf(squares[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+#pragma unroll
+        for (float& x : query) x *= scale;
+        store_columns(shared.chunk.query, lane(), query);
+    }
     // A chunk's inputs, the warp's first rows if nobody has requested them, and what the chunk derives of its inputs, while rows arrive.
     __device__ void prepare(Tile& tile, int from) const {
         const bool rows = tile.holds && tile.active();
@@ -148,10 +158,14 @@ struct Fold {
         Chunk chunk{tile.w, shared.chunk, false, tile.thread};
         if constexpr (FOLDS_BF16) {
             if (tile.w.n > 0 || from > 0) __syncthreads();  // all warps have done with the chunk before
+            float query[LANE_COLS] = {};
+            const bool asked = FOLD_ANSWERS && warp() == QUERY_WARP && block.row.absorbs();
+            if (asked) load_columns(tile.w.q(0), lane(), query);
             chunk.request(shared.chunk.inputs[0], from, count);
             chunk.request_gates(from, count);
             end_copies();
             request_in_passes(rows_at(tile.w, 0, from), rows);
+            if (asked) finish_query(query);
             tile.thread = opaque(int(threadIdx.x));
             tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, from, from + count, entries());
         } else {

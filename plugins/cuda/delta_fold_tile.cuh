@@ -74,10 +74,12 @@ struct FoldTile : ChunkTile<false, true> {
     // As update_state, from behind the last block. `keeps`: the new state is wanted in shared memory, too.
     __device__ void write(Cursor at, float decay, const Parts<3> (&u)[4], bool keeps) {
         STATE* out = opaque(w.t.state_out + w.state_at(row()) + 4 * t() + KEY_DIM);
+        const float* query = shared.query + 4 * t() + KEY_DIM;
+        float o[2] = {};  // the lane's share, of both rows
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {
             at.move(-WRITTEN_TOGETHER);
-            out -= 16 * WRITTEN_TOGETHER;
+            out -= 16 * WRITTEN_TOGETHER, query -= 16 * WRITTEN_TOGETHER;
             float x[WRITTEN_TOGETHER][2][4];
 #pragma unroll
             for (int n = 0; n < WRITTEN_TOGETHER; ++n) {
@@ -100,8 +102,19 @@ struct FoldTile : ChunkTile<false, true> {
                 store_four(out + n / 2 * 16 + n % 2 * 8 * KEY_DIM, four);
                 if constexpr (READ_BITS == 4)
                     largest = largest_of(largest, larger_magnitude(four[0], four[1]), larger_magnitude(four[2], four[3]));
+                if constexpr (FOLD_ANSWERS) {
+                    float q[4];
+                    load_vector<4>(query + n / 2 * 16, q);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) o[n % 2] = fmaf(four[i], q[i], o[n % 2]);
+                }
             }
         }
+        if (FOLD_ANSWERS && w.row.absorbs()) answer(o);
+    }
+    __device__ void answer(float (&o)[2]) const {
+        sum_all<4>(o);
+        if (t() < 2) w.o(0)[row() + 8 * t()] = from_float<ACT>(t() ? o[1] : o[0]);
     }
 
     // As ChunkTile's.

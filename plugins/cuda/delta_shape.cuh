@@ -58,8 +58,8 @@ struct Tensors {
 #define COPY_TENSORS nullptr, nullptr, nullptr, 0, 0, 0
 #endif
 
-// Rows that fold come first where a fold takes much longer than other steps; with decays per channel no register is left for it.
-constexpr bool IN_TURN = COPIED && TOKENS > 0 && !PER_CHANNEL;
+// Rows that fold come first, since a fold takes much longer than other steps; with decays per channel no register is left for it.
+constexpr bool IN_TURN = TOKENS > 0 && !PER_CHANNEL;
 
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.

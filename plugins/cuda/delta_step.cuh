@@ -83,6 +83,14 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const int* step, un
     if constexpr (!STREAMS || RECURS || LONG_ROWS_RECUR) replay<Pass::FOLD>(block, memory);
 }
 
+// Behind a flush: what the block has stored, to its threads and to the copy engine.
+__device__ __forceinline__ void find_folded(Row& row) {
+    row.folded = row.fold_to;
+    __threadfence_block();
+    fence_async_proxy();
+    __syncthreads();
+}
+
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     constexpr int BARRIER_BYTES = READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
@@ -105,21 +113,26 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     }
     // A flush folds the ring; then the tokens find an empty one.
     if (row.folds() && !row.absorbs()) row.tokens = 0;
+    if constexpr (FOLD_ANSWERS) {
+        if (row.folds()) {
+            Fold{block, *reinterpret_cast<FoldShared*>(memory)}.run();
+            if (row.absorbs()) return;
+            row.tokens = 1;
+            find_folded(row);
+        }
+    }
     if constexpr (KDA_FOLDS) {
         if (kda_folds(row)) {
             fold_channels<TOKENS == 1>(block, step, memory);
             if (row.absorbs()) return;
-            row.folded = row.fold_to;
-            __threadfence_block();
-            fence_async_proxy();
-            __syncthreads();
+            find_folded(row);
         }
     }
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {
             ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
-            if (ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
+            if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS)))
                 return read_step(block, shared, shared.barriers);
         }
@@ -128,10 +141,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         // The number of tokens comes from memory again: no register holds it meanwhile. A single token is known, but registers of
         // compute capability 10 suffice for a longer ring only if it comes from there as well.
         constexpr bool KNOWN = TOKENS == 1 && (ONE_CHUNK || __CUDA_ARCH__ < 1000);
-        row.folded = row.fold_to, row.tokens = KNOWN ? 1 : load_row(step, int(blockIdx.y), t.tokens).tokens;
-        // What the block has stored, to its threads and to the copy engine.
-        __threadfence_block();
-        fence_async_proxy();
-        __syncthreads();
+        row.tokens = KNOWN ? 1 : load_row(step, block.batch(), t.tokens).tokens;
+        find_folded(row);
     }
 }
