@@ -35,6 +35,8 @@ struct SharedB {
             }
         }
     }
+    // Matrices `unit` and `unit` + 1 of the entries' block b.
+    __device__ __forceinline__ Matrices get(int b, int unit, int lane) const { return load_entries<B_UNITS>(v, b, unit, lane); }
 };
 
 // u_j of a warp's rows as first operands, of a block of 16 entries. Tokens behind the `entries` that are folded become zero: their
@@ -42,19 +44,24 @@ struct SharedB {
 struct EntryUpdates {
     Parts<UPDATE_PARTS> v[4];
 
+    // Of entries 8 s + 2 t and the next of the block, what they count in the new checkpoint; `left`: entries of the block that
+    // are folded.
+    __device__ __forceinline__ void set(const Matrices& x, int s, float2 kept, int left, int lane) {
+        left -= 8 * s + 2 * (lane % 4);
+        const u32 folded = left > 1 ? ~0u : left > 0 ? 0xffffu : 0u;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const u32 pair = x.v[2 * m + s] & folded;
+            v[m + 2 * s] =
+                split_pair<UPDATE_PARTS>(kept.x * half_to_float<ACT>(pair, false), kept.y * half_to_float<ACT>(pair, true));
+        }
+    }
     __device__ __forceinline__ void load(const BlockWeights& block, int b, int h, int entries, int warp, int lane) {
         const Matrices x = load_entries<X_UNITS>(block.x[h], b, 2 * warp, lane);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            const int left = entries - (16 * b + 8 * s + 2 * (lane % 4));
-            const u32 folded = left > 1 ? ~0u : left > 0 ? 0xffffu : 0u;
             const float2 kept = *reinterpret_cast<const float2*>(&block.kept[h][16 * b + 8 * s + 2 * (lane % 4)]);
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const u32 pair = x.v[2 * m + s] & folded;
-                v[m + 2 * s] =
-                    split_pair<UPDATE_PARTS>(kept.x * half_to_float<ACT>(pair, false), kept.y * half_to_float<ACT>(pair, true));
-            }
+            set(x, s, kept, entries - 16 * b, lane);
         }
     }
 };
@@ -115,9 +122,10 @@ __device__ __forceinline__ void add_updates(StatePairs<To>& out, const StatePair
 
 // Folds into block `block` of 32 columns of a warp's rows, `state`, and stores the result, which becomes `folded`. `rows_out`:
 // row g, of which the block is number k, and whose first column is element `element` of the slot's state.
+template <typename Updates, typename RowsOfB>
 __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const StatePairs<STATE> (&state)[2],
-                                           const HeadUpdates& updates, const SharedB& b_rows, int block, int lane,
-                                           STATE* rows_out, int k, const RandomSource& random, int element) {
+                                           const Updates& updates, const RowsOfB& b_rows, int block, int lane, STATE* rows_out,
+                                           int k, const RandomSource& random, int element) {
     const int t = lane % 4;
     const float decay = updates.decay();
     // Keeps the compiler from loading operands of all blocks at once: their registers are needed.
@@ -132,7 +140,7 @@ __device__ __forceinline__ void fold_block(StatePairs<STATE> (&folded)[2], const
         for (int b = 0; b < ENTRY_BLOCKS; ++b) {
             if (!is_needed(b, updates.entries)) continue;
             const EntryUpdates u = updates.get(b);
-            const Matrices B = load_entries<B_UNITS>(b_rows.v, b, 4 * block + 2 * half, lane);
+            const Matrices B = b_rows.get(b, 4 * block + 2 * half, lane);
 #pragma unroll
             for (int m = 0; m < 2; ++m)
                 mma_parts<0, UPDATE_PARTS>(sum[m], u.v, exact_parts<ACT>(B.v[2 * m]), exact_parts<ACT>(B.v[2 * m + 1]));

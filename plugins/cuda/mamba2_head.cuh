@@ -49,32 +49,59 @@ struct Outputs {
     Accumulator v[2];
 };
 
-// S0 C of a head, accumulated chunk by chunk. A float32 state counts in two parts, whose two accumulators halve the chain of
-// dependent instructions.
+// S0 C of a head, accumulated chunk by chunk. A float32 state counts in two parts.
 template <typename T>
 struct StateProducts {
     static constexpr int PARTS = sizeof(T) == 4 ? 2 : 1;
-    Accumulator v[2][PARTS];
+    static constexpr bool AS_STORED = same_type<T, ACT>::value, IN_PARTS = same_type<ACT, bf16>::value && PARTS > 1;
+    static constexpr bool IN_PAIRS = ONE_TOKEN && (AS_STORED || IN_PARTS);
+    // Or else a sum of each part: two halve the chain of dependent instructions.
+    static constexpr int SUMS = IN_PAIRS ? 1 : PARTS;
+    PairProducts pairs[2];
+    Accumulator v[2][SUMS];
 
     // 32 columns: rows g of both tiles, C of tokens g and g + 8.
     __device__ __forceinline__ void add(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
-        if constexpr (same_type<T, ACT>::value)
+        if constexpr (IN_PAIRS)
+            add_in_pairs(s, low);
+        else if constexpr (AS_STORED)
             add_as_stored(s, low, high);
-        else if constexpr (same_type<ACT, bf16>::value && PARTS > 1)
+        else if constexpr (IN_PARTS)
             add_in_parts(s, low, high);
         else
             add_as_float(s, low, high);
     }
     __device__ __forceinline__ Outputs sum() const {
-        Outputs out;
+        Outputs out = {};
 #pragma unroll
-        for (int q = 0; q < 2; ++q)
+        for (int q = 0; q < 2; ++q) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) out.v[q].v[i] = v[q][0].v[i] + (PARTS > 1 ? v[q][PARTS - 1].v[i] : 0.0f);
+            for (int i = 0; i < 2 * TOKEN_TILES; ++i) {
+                if constexpr (IN_PAIRS)
+                    out.v[q].v[i] = pairs[q].sum(i);
+                else
+                    out.v[q].v[i] = SUMS > 1 ? v[q][0].v[i] + v[q][SUMS - 1].v[i] : v[q][0].v[i];
+            }
+        }
         return out;
     }
 
 private:
+    __device__ __forceinline__ void add_in_pairs(const StatePairs<T> (&s)[2], const Pairs& c) {
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            if constexpr (AS_STORED) {
+                pairs[q].add(c, s[q].v[0], s[q].v[1], s[q].v[2], s[q].v[3]);
+            } else {
+                Parts<PARTS> b[4];
+#pragma unroll
+                for (int m = 0; m < 4; ++m) b[m] = split_pair<PARTS>(s[q].get(m, 0), s[q].get(m, 1));
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part)
+                    pairs[q].add(c, b[0].v[part], b[1].v[part], b[2].v[part], b[3].v[part]);
+            }
+        }
+    }
     __device__ __forceinline__ void add_as_stored(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -101,8 +128,9 @@ private:
     __device__ __forceinline__ void add_as_float(const StatePairs<T> (&s)[2], const Pairs& low, const Pairs& high) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const float a[4] = {half_to_float<ACT>(low.v[m], false), half_to_float<ACT>(high.v[m], false),
-                                half_to_float<ACT>(low.v[m], true), half_to_float<ACT>(high.v[m], true)};
+            const u32 c[2] = {low.v[operand_pair(m)], high.v[operand_pair(m)]};
+            const float a[4] = {half_to_float<ACT>(c[0], false), half_to_float<ACT>(c[1], false), half_to_float<ACT>(c[0], true),
+                                half_to_float<ACT>(c[1], true)};
 #pragma unroll
             for (int q = 0; q < 2; ++q) {
                 const float first = s[q].get(m, 0), second = s[q].get(m, 1);

@@ -15,7 +15,29 @@ struct GroupProducts {
     float2 v[2 * ENTRY_BLOCKS][TOKEN_TILES][32];
 };
 
-// C of the step's tokens: tile n holds token 8 n + g. Serves as either operand.
+// Steps of one token multiply with PairProducts. Of more tokens its sums would take registers that their weights need.
+constexpr bool ONE_TOKEN = TOKENS == 1;
+
+// C as first operand, and where that has pair m.
+__device__ __forceinline__ Pairs as_operand(const Pairs& c) {
+    return ONE_TOKEN ? Pairs{c.v[0], c.v[2], c.v[1], c.v[3]} : c;
+}
+__device__ constexpr int operand_pair(int m) { return ONE_TOKEN && (m == 1 || m == 2) ? 3 - m : m; }
+
+// Products of C of a token with rows in its order. The operand's rows g + 8, for which there are no tokens, are given pairs 2 and
+// 3: no register is moved for a product, and those of the last pairs form beside those of the first.
+struct PairProducts {
+    Accumulator first, last;  // in rows g of the one and rows g + 8 of the other; what else they hold means nothing
+
+    __device__ __forceinline__ void add(const Pairs& c, u32 pair0, u32 pair1, u32 pair2, u32 pair3) {
+        mma_16bit<ACT>(first, c.v, pair0, pair1);
+        mma_16bit<ACT>(last, c.v, pair2, pair3);
+    }
+    __device__ __forceinline__ void add(const Pairs& c, const Pairs& b) { add(c, b.v[0], b.v[1], b.v[2], b.v[3]); }
+    __device__ __forceinline__ float sum(int i) const { return first.v[i] + last.v[2 + i]; }
+};
+
+// C of the step's tokens, as first operand: tile n holds token 8 n + g.
 struct TokenC {
     Pairs v[TOKEN_TILES][BLOCKS];
 
@@ -26,7 +48,7 @@ struct TokenC {
             const ACT* row = seq.c(i < tokens ? i : 0, group);
 #pragma unroll
             for (int k = 0; k < BLOCKS; ++k)
-                v[n][k] = i < tokens ? load_pairs<WIDE_STATE>(row, k, lane % 4) : Pairs{0, 0, 0, 0};
+                v[n][k] = i < tokens ? as_operand(load_pairs<WIDE_STATE>(row, k, lane % 4)) : Pairs{0, 0, 0, 0};
         }
     }
 };
@@ -40,14 +62,21 @@ __device__ __forceinline__ void tile_products(GroupProducts& out, int n, const S
     Pairs b[BLOCKS];
 #pragma unroll
     for (int k = 0; k < BLOCKS; ++k) b[k] = load_pairs<WIDE_STATE>(row, k, t);
+    if constexpr (ONE_TOKEN) {
+        PairProducts sums = {};
 #pragma unroll
-    for (int k = 0; k < BLOCKS; ++k)
+        for (int k = 0; k < BLOCKS; ++k) sums.add(c.v[0][k], b[k]);
+        products.v[0] = sums.sum(0), products.v[1] = sums.sum(1);
+    } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Pairs low = c.v[0][k], high = TOKEN_TILES > 1 ? c.v[TOKEN_TILES - 1][k] : Pairs{0, 0, 0, 0};
-            const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
-            mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
-        }
+        for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Pairs low = c.v[0][k], high = c.v[TOKEN_TILES - 1][k];
+                const u32 a[4] = {low.v[2 * half], high.v[2 * half], low.v[2 * half + 1], high.v[2 * half + 1]};
+                mma_16bit<ACT>(products, a, b[k].v[2 * half], b[k].v[2 * half + 1]);
+            }
+    }
 #pragma unroll
     for (int half = 0; half < TOKEN_TILES; ++half) out.v[n][half][lane] = {products.v[2 * half], products.v[2 * half + 1]};
     if (ring.appends && heads.lead_group() && seq.is_token(j) && j < seq.length) {

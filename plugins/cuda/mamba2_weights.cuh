@@ -51,21 +51,23 @@ __device__ __forceinline__ void request_x(BlockWeights& out, const Sequence& seq
 }
 
 // Time steps of all entries and scalars of the heads, on their way: a thread has entries threadIdx.x + 32 WARPS i of
-// [heads, ENTRY_ROWS], and head threadIdx.x.
+// [heads, ENTRY_ROWS], and head threadIdx.x. Nothing is made of them before they are stored: it would wait for memory, and all
+// further requests with it.
 struct RequestedSteps {
     static constexpr int N = (HEADS_A_BLOCK * ENTRY_ROWS + 32 * WARPS - 1) / (32 * WARPS);
-    float dt[N], bias[N], A_log, D;
+    u32 dt[N];  // as it is stored: a float of the history, an element of a token
+    float bias[N], A_log, D;
 
     __device__ __forceinline__ RequestedSteps(const Sequence& seq, const Heads& heads) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const int at = threadIdx.x + 32 * WARPS * i, head = heads.first + at / ENTRY_ROWS, j = at % ENTRY_ROWS;
-            dt[i] = bias[i] = 0.0f;
+            dt[i] = 0, bias[i] = 0.0f;
             if (at >= heads.count * ENTRY_ROWS) continue;
             if (j < seq.history)
-                dt[i] = seq.in.ring_dt[head * RING_ROWS + seq.ring_row(j)];
+                dt[i] = __float_as_uint(seq.in.ring_dt[head * RING_ROWS + seq.ring_row(j)]);
             else if (j < seq.length)
-                dt[i] = to_float(seq.in.dt[i64(j - seq.history) * seq.in.dt_stride + head]), bias[i] = seq.in.dt_bias[head];
+                dt[i] = seq.in.dt[i64(j - seq.history) * seq.in.dt_stride + head].bits, bias[i] = seq.in.dt_bias[head];
         }
         if (threadIdx.x < heads.count) A_log = seq.in.A_log[heads.first + threadIdx.x], D = seq.in.D[heads.first + threadIdx.x];
     }
@@ -76,9 +78,9 @@ struct RequestedSteps {
         for (int i = 0; i < N; ++i) {
             const int at = threadIdx.x + 32 * WARPS * i, h = at / ENTRY_ROWS, j = at % ENTRY_ROWS;
             if (at >= heads.count * ENTRY_ROWS) continue;
-            float step = dt[i];
+            float step = __uint_as_float(dt[i]);
             if (j >= seq.history && j < seq.length) {
-                step = clamped(softplus(dt[i] + bias[i]), DT_MIN, DT_MAX);
+                step = clamped(softplus(to_float(ACT{u16(opaque(int(dt[i])))}) + bias[i]), DT_MIN, DT_MAX);
                 if (ring.appends) ring.dt[(heads.first + h) * RING_ROWS + seq.ring_row(j)] = step;
             }
             out.dt[h][j] = step;
@@ -140,6 +142,7 @@ __device__ __forceinline__ void weigh_entries(BlockWeights& out, const Sequence&
 // Stores the tokens' x of the block's heads in the ring.
 __device__ __forceinline__ void append_x(const BlockWeights& in, const Sequence& seq, const Heads& heads, ACT* ring_x) {
     const int unit = threadIdx.x % X_UNITS;
+#pragma unroll 1
     for (int at = threadIdx.x / X_UNITS; at < heads.count * TOKENS; at += 16) {
         const int h = at / TOKENS, i = at % TOKENS, j = seq.history + i;
         if (i >= seq.row.tokens) continue;

@@ -24,6 +24,11 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 MOST_ENTRIES = {128: 64, 256: 48}
 #: Warps a device should be given before a block takes more heads, for steps of one token and of several.
 WARPS_WANTED, VERIFY_WARPS_WANTED = 2048, 4096
+#: Steps of one token in which each warp works alone (mamba2_single.cu): the most entries and the largest state they take, warps
+#: of a block, and multiprocessors to count on.
+SINGLE_ENTRIES, SINGLE_STATE_SIZE, SINGLE_BLOCK, MULTIPROCESSORS = 16, 128, 2, 128
+#: Warps of these that a multiprocessor holds without spilling, by the size of a state's element; four fewer of float16 inputs.
+SINGLE_WARPS = {2: 16, 4: 12}
 
 
 def launch_record(
@@ -108,10 +113,31 @@ def step_record(
     """The heads of a block share the ring's B, so that it takes as many as leave the device enough warps."""
     entries, own = most_entries(a, tokens), a.head_dim // 16
     warps = step_warps(a, activation, state, entries)
+    alone = min(warps, SINGLE_WARPS[state.itemsize] - 4 * (activation == torch.float16))
+    if tokens == 1 and works_alone(a, rows, alone):
+        return single_record(a, shape, state, rows, alone, strides)
     blocks = -(-(WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED) // own)
     in_flight = min(4096, 16 * a.state_size * state.itemsize) * own
     integers = (tokens, *strides)
     return step_launch("mamba2_step", a, shape, rows, tokens, entries, warps, blocks, in_flight, integers)
+
+
+def works_alone(a: Mamba2Attributes, rows: int, warps: int) -> bool:
+    """Whether all warps of a step of one token are under way at once if each works for itself on 16 rows of a state.
+
+    warps: that a multiprocessor holds.
+    """
+    fits = most_entries(a, 1) <= SINGLE_ENTRIES and a.state_size <= SINGLE_STATE_SIZE
+    return fits and rows * (a.num_heads * a.head_dim // 16) <= warps * MULTIPROCESSORS
+
+
+def single_record(
+    a: Mamba2Attributes, shape: Macros, state: torch.dtype, rows: int, warps: int, strides: tuple[int, ...]
+) -> Launch:
+    tuned = (("TOKENS", 1), ("ENTRIES", most_entries(a, 1)), ("HEADS_A_BLOCK", 1), ("WARPS_AN_SM", warps))
+    in_flight = SINGLE_BLOCK * 16 * a.state_size * state.itemsize
+    kernel = Kernel("mamba2_single.cu", "mamba2_single", 32 * SINGLE_BLOCK, (*shape, *tuned), in_flight)
+    return Launch(kernel, (-(-a.num_heads * a.head_dim // (16 * SINGLE_BLOCK)), rows, 1), (1, *strides, 0))
 
 
 def step_warps(a: Mamba2Attributes, activation: torch.dtype, state: torch.dtype, entries: int) -> int:
@@ -160,13 +186,13 @@ def variants() -> list[Kernel]:
     for (heads, head_dim, state_size, groups), (activation, state), tokens in cases:
         draft = tokens if 1 < tokens <= MAX_VERIFY_TOKENS else 0
         a = Mamba2Attributes(heads, head_dim, state_size, groups, 16, 16 + draft)
-        for rows in (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
+        for rows in (1, 64) if tokens == 1 else (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
             kernels.append(launch_record(a, activation, state, activation, rows, tokens, (0,) * 6).kernel)
     # Stochastic rounding.
     for activation, state, tokens in product((bf16, fp32), (bf16, fp16), (1, 4, 2048)):
         draft = tokens if tokens == 4 else 0
         a = Mamba2Attributes(*nano, 16, 16 + draft, stochastic_rounding=True)
-        for rows in (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
+        for rows in (1, 64) if tokens == 1 else (1, 8) if tokens > MAX_VERIFY_TOKENS else (1,):
             kernels.append(launch_record(a, activation, state, activation, rows, tokens, (0,) * 6).kernel)
     # Read copies: tuned steps of several shapes, and the plain kernel.
     copied = [

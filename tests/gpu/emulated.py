@@ -38,6 +38,7 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_dtypes": ("1-dtypes0", "4-dtypes1", "1-dtypes2", "16-dtypes4", "4-dtypes5"),
         "test_shapes": ("8-(4, 128, 128, 2)", "1-(4, 64, 256, 2)", "33-(3, 24, 40, 3)"),
         "test_windows": ("1-1", "2-64"),
+        "test_a_row_has_the_same_bits_in_small_and_large_batches": ("torch.bfloat16",),
         "test_activations_that_no_vector_may_start_at": ("4-16-same",),
         "test_time_steps_that_are_no_numbers_are_not_hidden": (
             "(4, 64, 128, 2)-1-1",

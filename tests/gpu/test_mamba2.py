@@ -179,6 +179,26 @@ def nano_case(tokens, rows=16, slots=20, read_dtype="same"):
     return attributes, plans, pools
 
 
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+def test_a_row_has_the_same_bits_in_small_and_large_batches(state, monkeypatch):
+    """Warps that work alone, as in small batches, make the same numbers as those of a block together."""
+    attributes = Mamba2Attributes(4, 64, 128, 2, 16, 16)
+    plans = harness.random_plans(random.Random(11), 24, 1, 16, 16)
+    make = partial(make_ring, torch.Generator().manual_seed(3))
+    fresh = harness.poisoned_pools(attributes.pools(BF16, state, BF16), plans, 27, make)
+    results = []
+    for entries, symbol in ((16, "mamba2_single"), (0, "mamba2_step")):
+        monkeypatch.setattr(device, "SINGLE_ENTRIES", entries)
+        record = device.launch_record(attributes, BF16, state, BF16, 24, 1, (8,) * 6)
+        assert record.kernel.symbol == symbol
+        pools = harness.to_device(fresh)
+        y = device_step(attributes, 24, 1, plans, pools)()
+        results.append({"y": y} | pools)
+    alone, together = results
+    for name, got in alone.items():
+        assert torch.equal(got.nan_to_num(7), together[name].nan_to_num(7)), name
+
+
 @pytest.mark.parametrize(
     ("tokens", "read_dtype"),
     [(1, "same"), (8, "same"), (50, "same"), (1, "fp8"), (8, "fp8"), (1, "nvfp4"), (8, "nvfp4"), (50, "nvfp4")],

@@ -89,4 +89,4 @@ def test_repeats_are_bit_identical():
 def test_drafts_keep_the_ring():
     """With room for drafts a step of one token may have to be taken back: that layer has a ring, whatever its window."""
     attributes = replace(Step(FP32).attributes, ring_rows=5)
-    assert device.launch_record(attributes, BF16, FP32, BF16, 1, 1, (0,) * 6).kernel.symbol == "mamba2_step"
+    assert device.launch_record(attributes, BF16, FP32, BF16, 1, 1, (0,) * 6).kernel.symbol == "mamba2_single"

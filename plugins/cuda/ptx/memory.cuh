@@ -11,6 +11,21 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* at) {
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
+__device__ __forceinline__ uint2 load_8_bytes(const void* at) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ u32 load_4_bytes(const void* at) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ u16 load_2_bytes(const void* at) {
+    u16 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    return v;
+}
 
 // What is read once need not stay in any cache. A warp reads a row in pieces of 64 bytes; the L2 cache is told to fetch 256 at
 // once. Of data that is written back at once such hints cost time: half of the traffic is writes.

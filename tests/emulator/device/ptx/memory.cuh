@@ -16,6 +16,9 @@ inline void store_checked(void* at, T v, emulator::Place place) {
 }
 
 inline uint4 load_16_bytes(const void* at, PLACE) { return load_checked<uint4>(at, place); }
+inline uint2 load_8_bytes(const void* at, PLACE) { return load_checked<uint2>(at, place); }
+inline u32 load_4_bytes(const void* at, PLACE) { return load_checked<u32>(at, place); }
+inline u16 load_2_bytes(const void* at, PLACE) { return load_checked<u16>(at, place); }
 inline uint4 stream_16_bytes(const void* at, PLACE) { return load_checked<uint4>(at, place); }
 inline uint2 stream_8_bytes(const void* at, PLACE) { return load_checked<uint2>(at, place); }
 inline u32 stream_4_bytes(const void* at, PLACE) { return load_checked<u32>(at, place); }
