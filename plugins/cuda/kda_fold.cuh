@@ -185,22 +185,36 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
     wait_copies();
     __syncthreads();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
-    bool solvable = false;
-#pragma unroll 1
-    while (true) {
+    // Behind the first pass the system has been solved.
+    const auto take_up = [&](bool again) {
         Sum read[BLOCKS] = {};
         tile.thread = opaque(int(threadIdx.x));
         if (first < SLICE) tile.read(read);
-        if (!solvable) __syncthreads();
-        solvable = true;
-        if (first >= SLICE) break;
+        if (!again) __syncthreads();
+        if (first >= SLICE) return;
         float x[BLOCKS][4];
         tile.thread = opaque(tile.thread);
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
-        first += 16 * WARPS;
-        if (first >= SLICE) break;
+    };
+    constexpr int PASS_ROWS = 16 * WARPS;
+    // Beside an answer no register is left to count passes.
+    if constexpr (ANSWERS) {
+#pragma unroll
+        for (int pass = 0; pass < (SLICE + PASS_ROWS - 1) / PASS_ROWS; ++pass) {
+            first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * PASS_ROWS;
+            take_up(pass > 0);
+        }
+    } else {
+        bool solvable = false;
+#pragma unroll 1
+        while (true) {
+            take_up(solvable);
+            solvable = true;
+            first += PASS_ROWS;
+            if (first >= SLICE) break;
+        }
     }
     return to_float(from_float<STATE>(tile.largest));
 }
