@@ -26,10 +26,10 @@ __device__ __forceinline__ int block_entry(int lane) {
     return first_kept<32, padded_sums(block_sums(BLOCK))>(lane);
 }
 
-// By a warp, from the newest entry's keys and log decays on; `live` entries of the block exist. beta(m): of entry m, for the lanes of
-// block_entry m. Log decays become decays on the way.
-template <int BLOCK, typename T, typename Beta>
-__device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float* decays, Beta beta, int live) {
+// By a warp, from the newest entry's keys, log decays and betas on, of which a lane takes that of its block_entry; `live` entries of the block
+// exist. Log decays become decays on the way.
+template <int BLOCK, typename T, typename Betas>
+__device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float* decays, Betas betas, int live) {
     constexpr int SUMS = block_sums(BLOCK), PADDED = padded_sums(SUMS);
     static_assert(SUMS <= PADDED, "more sums than room");
     float sums[PADDED] = {}, older[BLOCK][LANE_COLS];
@@ -67,8 +67,8 @@ __device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float
     if (sum >= BLOCK) {
         to.pairs[sum - BLOCK] = sums[0];
     } else {
-        const float norm = rsqrtf(sums[0] + NORM_EPSILON), gain = (sum < live ? beta(sum) : 0.0f) * norm;
-        to.gain[sum] = gain * norm;
-        to.norm_gain[sum] = gain;
+        const float norm = rsqrtf(sums[0] + NORM_EPSILON), beta = sum < live ? betas[-sum] : 0.0f;
+        to.gain[sum] = beta * norm * norm;
+        to.norm_gain[sum] = beta * norm;
     }
 }

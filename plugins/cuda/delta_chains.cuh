@@ -116,14 +116,13 @@ struct Chains {
 #pragma unroll 1
         for (int m = warp; m < HEADS * TOKEN_BLOCKS; m += WARPS) {
             const int n = m % HEADS, key = n / (HEADS / KEYS), block = m / HEADS, i = tokens - 1 - block * TOKEN_BLOCK;
-            if (i >= 0) multiply_block<TOKEN_BLOCK>(in.blocks[n][block], lane, in.k[key][i], in.g[n][i], [&](int m) { return in.beta[n][i - m]; }, i + 1);
+            if (i >= 0) multiply_block<TOKEN_BLOCK>(in.blocks[n][block], lane, in.k[key][i], in.g[n][i], &in.beta[n][i], i + 1);
         }
 #pragma unroll 1
         for (int m = WARPS - 1 - warp; m < HEADS * RING_BLOCKS; m += WARPS) {
             const int n = m % HEADS, key = n / (HEADS / KEYS), block = m / HEADS, j = history - 1 - block * CHAIN_BLOCK;
             if (j >= 0)
-                multiply_block<CHAIN_BLOCK>(in.ring_blocks[n][block], lane, in.ring_k[key][j], in.ring_g[n][j],
-                                            [&](int m) { return in.ring_beta[n][j - m]; }, j + 1);
+                multiply_block<CHAIN_BLOCK>(in.ring_blocks[n][block], lane, in.ring_k[key][j], in.ring_g[n][j], &in.ring_beta[n][j], j + 1);
         }
     }
 

@@ -185,36 +185,26 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
     wait_copies();
     __syncthreads();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
-    // Behind the first pass the system has been solved.
-    const auto take_up = [&](bool again) {
+    bool solvable = false;
+    // Beside an answer no register is left to count passes.
+    constexpr int PASSES = (SLICE + 16 * WARPS - 1) / (16 * WARPS);
+#pragma unroll ANSWERS ? PASSES : 1
+    for (int pass = 0; !ANSWERS || pass < PASSES; ++pass) {
+        if (ANSWERS) first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * 16 * WARPS;
         Sum read[BLOCKS] = {};
         tile.thread = opaque(int(threadIdx.x));
         if (first < SLICE) tile.read(read);
-        if (!again) __syncthreads();
-        if (first >= SLICE) return;
+        if (!solvable) __syncthreads();
+        solvable = true;
+        if (ANSWERS && first >= SLICE) continue;
+        if (first >= SLICE) break;
         float x[BLOCKS][4];
         tile.thread = opaque(tile.thread);
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
-    };
-    constexpr int PASS_ROWS = 16 * WARPS;
-    // Beside an answer no register is left to count passes.
-    if constexpr (ANSWERS) {
-#pragma unroll
-        for (int pass = 0; pass < (SLICE + PASS_ROWS - 1) / PASS_ROWS; ++pass) {
-            first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * PASS_ROWS;
-            take_up(pass > 0);
-        }
-    } else {
-        bool solvable = false;
-#pragma unroll 1
-        while (true) {
-            take_up(solvable);
-            solvable = true;
-            first += PASS_ROWS;
-            if (first >= SLICE) break;
-        }
+        first += 16 * WARPS;
+        if (!ANSWERS && first >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));
 }

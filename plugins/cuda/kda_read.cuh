@@ -32,6 +32,12 @@ struct HeldInputs {
     vec<ACT, LANE_COLS> q, k;
 };
 
+// For multiply_block, of a lane that has what it takes.
+struct LaneBeta {
+    float beta;
+    __device__ float operator[](int) const { return beta; }
+};
+
 template <typename T>
 struct HeadRead {
     const Work& block;
@@ -145,7 +151,7 @@ struct HeadRead {
         wait_barrier(&shared.keys_ready, parity);
 #pragma unroll 1
         while (true) {
-            multiply_block<CHAIN_BLOCK>(shared.blocks[block], lane, shared.ring_k[j], shared.ring_g[j], [beta](int) { return beta; }, j + 1);
+            multiply_block<CHAIN_BLOCK>(shared.blocks[block], lane, shared.ring_k[j], shared.ring_g[j], LaneBeta{beta}, j + 1);
             block += WARPS, j -= WARPS * CHAIN_BLOCK;
             if (RING_BLOCKS <= WARPS || j < 0) return;
             beta = ring_beta(w, j);
