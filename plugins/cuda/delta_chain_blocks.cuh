@@ -18,10 +18,19 @@ struct BlockProducts {
     __device__ static constexpr int pair(int m, int n) { return m * (m - 1) / 2 + n; }
 };
 
-// By a warp, from the newest entry's keys, log decays and betas on; `live` entries of the block exist. Log decays become decays on the way.
-template <int BLOCK, typename T>
-__device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float* decays, const float* betas, int live) {
-    constexpr int SUMS = BLOCK * (BLOCK + 1) / 2, PADDED = SUMS <= 1 ? 1 : SUMS <= 4 ? 4 : 16;
+constexpr int block_sums(int block) { return block * (block + 1) / 2; }
+constexpr int padded_sums(int sums) { return sums <= 1 ? 1 : sums <= 4 ? 4 : 16; }
+// The sum that a lane ends with, which is an entry's norm below BLOCK.
+template <int BLOCK>
+__device__ __forceinline__ int block_entry(int lane) {
+    return first_kept<32, padded_sums(block_sums(BLOCK))>(lane);
+}
+
+// By a warp, from the newest entry's keys, log decays and betas on, of which a lane takes that of its block_entry; `live` entries of the block
+// exist. Log decays become decays on the way.
+template <int BLOCK, typename T, typename Betas>
+__device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float* decays, Betas betas, int live) {
+    constexpr int SUMS = block_sums(BLOCK), PADDED = padded_sums(SUMS);
     static_assert(SUMS <= PADDED, "more sums than room");
     float sums[PADDED] = {}, older[BLOCK][LANE_COLS];
     // From the oldest on: keys decay on their way to newer ones.
@@ -53,7 +62,7 @@ __device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float
         for (int i = 0; i < LANE_COLS; ++i) older[m][i] = k[i];
     }
     sum_scattered<32>(sums, lane);
-    const int sum = first_kept<32, PADDED>(lane);
+    const int sum = block_entry<BLOCK>(lane);
     if (lane % COPIES<32, PADDED> || sum >= SUMS) return;
     if (sum >= BLOCK) {
         to.pairs[sum - BLOCK] = sums[0];

@@ -29,7 +29,8 @@ constexpr bool READS_ALL = COPIED || ANSWERS_FIRST || FOLD_ANSWERS;
 constexpr int FEWEST_TOKENS = READ_TOKENS == 1 ? 2 : READ_TOKENS / 2 + 1;
 constexpr int SHORT_HISTORY = WINDOW > FEWEST_TOKENS ? WINDOW - FEWEST_TOKENS : 1;
 constexpr int READ_HISTORY = READS_ALL ? MOST_HISTORY : SHORT_HISTORY;
-constexpr int HEADS = HEADS_A_BLOCK;
+// Heads that a block answers for at a time: one after another where a single token's decays are per channel (kda_read.cuh).
+constexpr int HEADS = PER_CHANNEL && READ_TOKENS == 1 ? 1 : HEADS_A_BLOCK;
 constexpr int KEYS = HEADS > HEADS_PER_KEY ? HEADS / HEADS_PER_KEY : 1;  // key heads of the block
 constexpr int HEAD_WARPS = WARPS / HEADS;                                 // warps for the chains of a head
 constexpr int CHAINS = (READ_TOKENS + HEAD_WARPS - 1) / HEAD_WARPS;       // tokens of a warp

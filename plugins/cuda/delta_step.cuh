@@ -6,6 +6,7 @@
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
 #include "kda_fold.cuh"
+#include "kda_read.cuh"
 #include "ptx/bulk_copy.cuh"
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
@@ -19,7 +20,8 @@ constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 static_assert(!ANSWERS_FIRST || (READS && STREAMS), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
+constexpr int READ_BYTES = HEAD_AFTER_HEAD     ? sizeof(HeadReadShared)
+                           : READS             ? sizeof(ReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
@@ -107,7 +109,9 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;
     if constexpr (ALL_READ) {
         if (!row.folds() && row.history() > READ_HISTORY) {
-            recurrent_step<Pass::BOTH>(block, *reinterpret_cast<RecurrentShared*>(memory));
+#pragma unroll 1
+            for (int n = 0; n < HEADS_A_BLOCK; ++n)
+                recurrent_step<Pass::BOTH>(block.of_head(n), *reinterpret_cast<RecurrentShared*>(memory));
             return;
         }
     }
@@ -131,10 +135,15 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
 #pragma unroll 1
     while (true) {
         if constexpr (READS) {
-            ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
             if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
-                             (!GRAM || row.history() + row.tokens <= ENTRY_ROWS)))
-                return read_step(block, shared, shared.barriers);
+                                             (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
+                if constexpr (HEAD_AFTER_HEAD) {
+                    return HeadRead<STATE>(block, *reinterpret_cast<HeadReadShared*>(memory)).run();
+                } else {
+                    ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
+                    return read_step(block, shared, shared.barriers);
+                }
+            }
         }
         replay<Pass::BOTH>(block, memory);
         if (row.tokens) return;

@@ -8,7 +8,7 @@ constexpr bool HUNGRY = COPIED || sizeof(STATE) == 2;
 #else
 constexpr bool HUNGRY = SPLIT > 1 ? COPIED || sizeof(STATE) == 2 : READ_BITS == 4 && sizeof(STATE) == 4;
 #endif
-constexpr int BLOCKS_HELD = HUNGRY && ONE_CHUNK && KDA_FOLDS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
+constexpr int BLOCKS_HELD = (HUNGRY || HEADS_A_BLOCK > 1) && ONE_CHUNK && KDA_FOLDS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_HELD)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,

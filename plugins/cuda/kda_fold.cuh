@@ -186,13 +186,17 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
     __syncthreads();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
-#pragma unroll 1
-    while (true) {
+    // Beside an answer no register is left to count passes.
+    constexpr int PASSES = (SLICE + 16 * WARPS - 1) / (16 * WARPS);
+#pragma unroll ANSWERS ? PASSES : 1
+    for (int pass = 0; !ANSWERS || pass < PASSES; ++pass) {
+        if (ANSWERS) first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * 16 * WARPS;
         Sum read[BLOCKS] = {};
         tile.thread = opaque(int(threadIdx.x));
         if (first < SLICE) tile.read(read);
         if (!solvable) __syncthreads();
         solvable = true;
+        if (ANSWERS && first >= SLICE) continue;
         if (first >= SLICE) break;
         float x[BLOCKS][4];
         tile.thread = opaque(tile.thread);
@@ -200,7 +204,7 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
         first += 16 * WARPS;
-        if (first >= SLICE) break;
+        if (!ANSWERS && first >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));
 }
