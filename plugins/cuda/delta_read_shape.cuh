@@ -14,9 +14,13 @@ constexpr bool GRAM_KEYS = NARROW_INPUTS && WIDE && !PER_CHANNEL && !DERIVED && 
 // through it with one chunk of 16 entries, which the whole history must be.
 constexpr bool FEW_NARROW_ENTRIES = TOKENS > 1 && GRAM_KEYS && MOST_HISTORY + READ_TOKENS <= 32 && KEY_DIM <= 128 && SLICE <= 128 &&
                                     SLICE % 16 == 0 && VALUE_DIM % SPLIT == 0 && (sizeof(STATE) == 4 || MOST_HISTORY <= 16);
-// Without a copy they answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards. Other steps
+// Steps of several tokens of Kimi Delta Attention whose ring kda_fold.cuh takes up as one chunk. Rows that absorb their tokens, which
+// are rare among them, recur.
+constexpr bool KDA_VERIFIES = TOKENS > 1 && PER_CHANNEL && NARROW_INPUTS && WIDE && !DERIVED && MOST_HISTORY <= 16 &&
+                              KEY_DIM == 32 * WARPS && SLICE <= 128 && SLICE % 16 == 0 && VALUE_DIM % SPLIT == 0;
+// Without a copy both answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards. Other steps
 // answer rows that fold from the new checkpoint.
-constexpr bool ANSWERS_FIRST = !COPIED && FEW_NARROW_ENTRIES;
+constexpr bool ANSWERS_FIRST = !COPIED && (FEW_NARROW_ENTRIES || KDA_VERIFIES);
 constexpr bool READS_ALL = COPIED || ANSWERS_FIRST;
 
 // Where only rows that do not fold are read: advance folds when history + T > WINDOW, and a variant serves more than

@@ -52,7 +52,7 @@ constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) &&
 struct ReadBarriers {
     u64 tiles[WARPS][STAGES], values;
 };
-static_assert(!ANSWERS_FIRST || sizeof(ReadBarriers) <= BARRIER_ROOM, "room for barriers");
+static_assert(!ANSWERS_FIRST || sizeof(ReadBarriers) + sizeof(u64) <= BARRIER_ROOM, "room for barriers");  // the ring's, too
 struct ReadShared {
     union {
         alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][TILE_ROWS][KEY_DIM];

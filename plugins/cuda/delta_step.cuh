@@ -10,20 +10,20 @@
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
-// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which only some that are absorbed have, take them
-// token by token.
-constexpr bool LONG_ROWS_RECUR = STREAMS && SINGLE_CHUNK && !ONE_CHUNK;
+// Folds of 16-bit states that stream take a single chunk, and so do those of KDA's verify steps. Rows that have more entries, which only
+// some that are absorbed have, take them token by token.
+constexpr bool LONG_ROWS_RECUR = KDA_VERIFIES || (STREAMS && SINGLE_CHUNK && !ONE_CHUNK);
 // Steps that answer from the read copy; prefills do not.
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
-static_assert(!ANSWERS_FIRST || (READS && STREAMS), "no other way is compiled");
+static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = READS               ? sizeof(ReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
-constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
+constexpr int REPLAY_BYTES = RECURS || KDA_VERIFIES ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
 constexpr int OTHER_FOLD_BYTES = KDA_FOLDS ? larger(sizeof(KdaFoldShared), ONE_CHUNK ? sizeof(RecurrentShared) : 0)
                                  : LONG_ROWS_RECUR ? sizeof(RecurrentShared)
                                                    : 0;
