@@ -78,6 +78,7 @@ struct Chains {
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
     __device__ void load_gates() {
+        if constexpr (GATES_AT_ONCE) return load_all_gates();
 #pragma unroll 1
         for (int m = threadIdx.x; m < HEADS * history; m += THREADS) {
             const int n = m % HEADS, j = m / HEADS, row = w.history_row(j);
@@ -101,6 +102,35 @@ struct Chains {
             const float g = head.log_decay(head.decay_logit(i, channel), channel);
             in.g[n][i][channel] = g;
             if (head.leads_head() && appends()) w.t.ring_g_out[head.ring_g_at(w.append_row(i)) + channel] = g;
+        }
+    }
+
+    // The same, a channel a thread, where nothing waits for anything but memory, once.
+    static constexpr bool GATES_AT_ONCE = PER_CHANNEL && READ_TOKENS > 1 && KEY_DIM == THREADS && HEADS == 1 && READ_HISTORY <= THREADS;
+    __device__ void load_all_gates() {
+        const int channel = threadIdx.x;
+        ACT logits[READ_TOKENS], beta_logit = {};
+        float ring_beta = 0.0f;
+        const ACT* gate = opaque(w.t.gate + w.token(0) * w.t.gate_stride + w.gate_at(channel));
+#pragma unroll
+        for (int i = 0; i < READ_TOKENS; ++i)
+            if (i < tokens) logits[i] = gate[i * w.t.gate_stride];
+        if (channel < tokens) beta_logit = w.t.beta[w.token(channel) * w.t.beta_stride + w.head()];
+        if (channel < history) ring_beta = w.t.ring_beta[w.ring_beta_at(w.history_row(channel))];
+        const float bias = w.t.dt_bias[w.gate_at(channel)], rate = w.decay_rate();
+        if (channel < history) in.ring_beta[0][channel] = ring_beta;
+        const bool kept = w.leads_head() && appends();
+        if (channel < tokens) {
+            const float beta = w.beta(to_float(beta_logit));
+            in.beta[0][channel] = beta;
+            if (kept) w.t.ring_beta_out[w.ring_beta_at(w.append_row(channel))] = beta;
+        }
+#pragma unroll
+        for (int i = 0; i < READ_TOKENS; ++i) {
+            if (i >= tokens) continue;
+            const float g = Work::log_decay(rate, to_float(logits[i]) + bias);
+            in.g[0][i][channel] = g;
+            if (kept) w.t.ring_g_out[w.ring_g_at(w.append_row(i)) + channel] = g;
         }
     }
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
 template <bool ANSWERS>
 __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory) {
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
-    if (!block.row.absorbs()) block.row.tokens = 0;
+    if (KDA_VERIFIES || !block.row.absorbs()) block.row.tokens = 0;
     const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory));
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
@@ -71,6 +71,11 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const int* step, un
         replay<Pass::ANSWER>(block, memory);
     }
     if (!row.folds()) return;
+    if constexpr (KDA_VERIFIES && sizeof(T) > 0) {
+        __syncthreads();
+        if (row.absorbs()) return replay<Pass::FOLD>(block, memory);
+        return fold_channels<false>(block, step, memory);
+    }
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
     if constexpr (KDA_FOLDS && sizeof(T) > 0) {
