@@ -128,7 +128,7 @@ struct Chains {
 #pragma unroll
         for (int i = 0; i < READ_TOKENS; ++i) {
             if (i >= tokens) continue;
-            const float g = Work::log_decay(rate, to_float(logits[i]) + bias);
+            const float g = Work::short_log_decay(rate, to_float(logits[i]) + bias);
             in.g[0][i][channel] = g;
             if (kept) w.t.ring_g_out[w.ring_g_at(w.append_row(i)) + channel] = g;
         }
@@ -266,6 +266,16 @@ struct Chains {
         for (int key = 0; key < KEYS; ++key) {
             const Work head = w.of_head(key * (HEADS / KEYS));
             if (!head.leads_key_head()) continue;
+            if constexpr (KDA_VERIFIES) {
+                constexpr int UNITS = KEY_DIM / 8;  // of 16 bytes
+#pragma unroll 1
+                for (int m = threadIdx.x; m < tokens * UNITS; m += THREADS) {
+                    const int i = m / UNITS, column = m % UNITS * 8;
+                    *reinterpret_cast<uint4*>(w.t.ring_k_out + head.ring_k_at(w.append_row(i)) + column) =
+                        *reinterpret_cast<const uint4*>(&in.k[key][i][column]);
+                }
+                continue;
+            }
 #pragma unroll 1
             for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
                 const int i = m / KEY_DIM, column = m % KEY_DIM;
