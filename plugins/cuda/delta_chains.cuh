@@ -157,11 +157,12 @@ struct Chains {
     }
 
     // BLOCK entries back, for those of the warp's tokens that are not older. `newest`: index of entry 0 among the step's tokens, below
-    // zero for the ring. `entry`: its column in c. `live` entries of the block exist; the others change nothing.
-    template <int BLOCK, typename T>
+    // zero for the ring. `entry`: its column in c. `live` entries of the block exist; the others change nothing. Chains before FIRST are of
+    // tokens older than all entries.
+    template <int BLOCK, int FIRST, typename T>
     __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const BlockProducts& products, const T* keys, const float* decays,
                               int newest, int entry, int live) {
-        constexpr int SUMS = BLOCK * CHAINS, PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
+        constexpr int SUMS = BLOCK * (CHAINS - FIRST), PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
         static_assert(SUMS <= PADDED, "more sums than lanes");
         float k[BLOCK][LANE_COLS], decay[BLOCK][LANE_COLS];
 #pragma unroll
@@ -179,13 +180,13 @@ struct Chains {
         }
         float sums[PADDED] = {};
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) {
+        for (int chain = FIRST; chain < CHAINS; ++chain) {
             float carried[LANE_COLS];
 #pragma unroll
             for (int i = 0; i < LANE_COLS; ++i) carried[i] = x[chain][i];
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                sums[chain * BLOCK + m] = dot(k[m], carried);
+                sums[(chain - FIRST) * BLOCK + m] = dot(k[m], carried);
                 if (newest - m > chain_token(chain)) continue;
 #pragma unroll
                 for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
@@ -200,13 +201,13 @@ struct Chains {
             sum_all<32>(sums);
         }
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) {
+        for (int chain = FIRST; chain < CHAINS; ++chain) {
             const int token = chain_token(chain);
             if (token >= tokens) continue;
             float along[BLOCK];  // c over the norm of k, which multiplies k as it is stored; zero for entries newer than x
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                float sum = sums[chain * BLOCK + m];
+                float sum = sums[(chain - FIRST) * BLOCK + m];
 #pragma unroll
                 for (int n = 0; n < m; ++n) sum = fmaf(-along[n], products.pairs[BlockProducts::pair(m, n)], sum);
                 if (newest - m > token) sum = 0.0f;
@@ -221,6 +222,13 @@ struct Chains {
                     x[chain][i] = decay[m][PER_CHANNEL ? i : 0] * fmaf(-along[m], k[m][i], x[chain][i]);
             }
         }
+    }
+
+    // The block of the step's tokens of which `newest` is the last one.
+    template <int FIRST>
+    __device__ void step_over_tokens(float (&x)[CHAINS][LANE_COLS], int block, int newest) {
+        const int n = chain_head(), key = n / (HEADS / KEYS);
+        step_back<TOKEN_BLOCK, FIRST>(x, in.blocks[n][block], in.k[key][newest], in.g[n][newest], newest, history + newest, newest + 1);
     }
 
     __device__ void load_queries(float (&x)[CHAINS][LANE_COLS]) const {
@@ -253,11 +261,15 @@ struct Chains {
             const int newest = tokens - 1 - block * TOKEN_BLOCK;
             // Blocks behind the warp's last token concern none of its tokens.
             if (newest < 0 || newest - TOKEN_BLOCK >= chain_token(CHAINS - 1)) continue;
-            step_back<TOKEN_BLOCK>(x, in.blocks[n][block], in.k[key][newest], in.g[n][newest], newest, history + newest, newest + 1);
+            // Half of a warp's tokens are often older than the step's last ones.
+            if (GATES_AT_ONCE && CHAINS > 1 && newest - TOKEN_BLOCK >= chain_token(CHAINS / 2 - 1))
+                step_over_tokens<CHAINS / 2>(x, block, newest);
+            else
+                step_over_tokens<0>(x, block, newest);
         }
 #pragma unroll 1
         for (int j = history - 1, block = 0; j >= 0; j -= CHAIN_BLOCK, ++block)
-            step_back<CHAIN_BLOCK>(x, in.ring_blocks[n][block], in.ring_k[key][j], in.ring_g[n][j], -1, j, j + 1);
+            step_back<CHAIN_BLOCK, 0>(x, in.ring_blocks[n][block], in.ring_k[key][j], in.ring_g[n][j], -1, j, j + 1);
     }
 
     __device__ void append_keys() const {
