@@ -79,11 +79,12 @@ struct HeldChains {
 
     __device__ void request() const { chains.request(); }
     // From inputs that have been requested. Calls append(), then keep(head, token, x) for the warp's tokens.
-    template <typename Append, typename Keep>
+    // LATER: groups of copies requested after them, which need not have arrived.
+    template <int LATER, typename Append, typename Keep>
     __device__ void run(Append append, Keep keep) {
         chains.load_queries(x);
         chains.load_gates();
-        wait_copies();
+        wait_for_copies<LATER>();
         __syncthreads();
         chains.wait_for_ring();
         append();
@@ -107,11 +108,11 @@ struct FloatChains : HeldChains {
     __device__ FloatChains(const Work& work, ChainInputs& inputs, FloatAdjoint& results)
         : HeldChains(work, inputs, results.c), out(results) {}
 
-    // As Gram's (delta_gram.cuh). No copies are requested after the inputs.
+    // As Gram's (delta_gram.cuh).
     template <int LATER, typename Append>
     __device__ void run(float, Append append) {
-        static_assert(LATER == 0, "chains wait for all copies");
-        HeldChains::run(append, [this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
+        HeldChains::run<LATER>(append,
+                               [this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
     }
 };
 
@@ -127,7 +128,7 @@ struct ChainAdjoint : HeldChains {
 
     template <typename Append>
     __device__ void run(float unit, Append append) {
-        HeldChains::run(append, [this, unit](int n, int token, const float (&x)[LANE_COLS]) {
+        HeldChains::run<0>(append, [this, unit](int n, int token, const float (&x)[LANE_COLS]) {
             const int lane = chains.lane;
             u32 largest = 0;
 #pragma unroll

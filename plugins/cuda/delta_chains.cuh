@@ -78,6 +78,7 @@ struct Chains {
 
     // The step's gates, appended to the ring on the way, and the ring's scalars.
     __device__ void load_gates() {
+        if constexpr (GATES_AT_ONCE) return load_all_gates();
 #pragma unroll 1
         for (int m = threadIdx.x; m < HEADS * history; m += THREADS) {
             const int n = m % HEADS, j = m / HEADS, row = w.history_row(j);
@@ -104,6 +105,35 @@ struct Chains {
         }
     }
 
+    // The same, a channel a thread, where nothing waits for anything but memory, once.
+    static constexpr bool GATES_AT_ONCE = PER_CHANNEL && READ_TOKENS > 1 && KEY_DIM == THREADS && HEADS == 1 && READ_HISTORY <= THREADS;
+    __device__ void load_all_gates() {
+        const int channel = threadIdx.x;
+        ACT logits[READ_TOKENS], beta_logit = {};
+        float ring_beta = 0.0f;
+        const ACT* gate = opaque(w.t.gate + w.token(0) * w.t.gate_stride + w.gate_at(channel));
+#pragma unroll
+        for (int i = 0; i < READ_TOKENS; ++i)
+            if (i < tokens) logits[i] = gate[i * w.t.gate_stride];
+        if (channel < tokens) beta_logit = w.t.beta[w.token(channel) * w.t.beta_stride + w.head()];
+        if (channel < history) ring_beta = w.t.ring_beta[w.ring_beta_at(w.history_row(channel))];
+        const float bias = w.t.dt_bias[w.gate_at(channel)], rate = w.decay_rate();
+        if (channel < history) in.ring_beta[0][channel] = ring_beta;
+        const bool kept = w.leads_head() && appends();
+        if (channel < tokens) {
+            const float beta = w.beta(to_float(beta_logit));
+            in.beta[0][channel] = beta;
+            if (kept) w.t.ring_beta_out[w.ring_beta_at(w.append_row(channel))] = beta;
+        }
+#pragma unroll
+        for (int i = 0; i < READ_TOKENS; ++i) {
+            if (i >= tokens) continue;
+            const float g = Work::short_log_decay(rate, to_float(logits[i]) + bias);
+            in.g[0][i][channel] = g;
+            if (kept) w.t.ring_g_out[w.ring_g_at(w.append_row(i)) + channel] = g;
+        }
+    }
+
     // ---- chains --------------------------------------------------------------------------------------------------------
 
     // Head of the warp's chains, and their tokens.
@@ -127,11 +157,12 @@ struct Chains {
     }
 
     // BLOCK entries back, for those of the warp's tokens that are not older. `newest`: index of entry 0 among the step's tokens, below
-    // zero for the ring. `entry`: its column in c. `live` entries of the block exist; the others change nothing.
-    template <int BLOCK, typename T>
+    // zero for the ring. `entry`: its column in c. `live` entries of the block exist; the others change nothing. Chains before FIRST are of
+    // tokens older than all entries.
+    template <int BLOCK, int FIRST, typename T>
     __device__ void step_back(float (&x)[CHAINS][LANE_COLS], const BlockProducts& products, const T* keys, const float* decays,
                               int newest, int entry, int live) {
-        constexpr int SUMS = BLOCK * CHAINS, PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
+        constexpr int SUMS = BLOCK * (CHAINS - FIRST), PADDED = SUMS <= 2 ? 2 : SUMS <= 4 ? 4 : SUMS <= 8 ? 8 : SUMS <= 16 ? 16 : 32;
         static_assert(SUMS <= PADDED, "more sums than lanes");
         float k[BLOCK][LANE_COLS], decay[BLOCK][LANE_COLS];
 #pragma unroll
@@ -149,13 +180,13 @@ struct Chains {
         }
         float sums[PADDED] = {};
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) {
+        for (int chain = FIRST; chain < CHAINS; ++chain) {
             float carried[LANE_COLS];
 #pragma unroll
             for (int i = 0; i < LANE_COLS; ++i) carried[i] = x[chain][i];
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                sums[chain * BLOCK + m] = dot(k[m], carried);
+                sums[(chain - FIRST) * BLOCK + m] = dot(k[m], carried);
                 if (newest - m > chain_token(chain)) continue;
 #pragma unroll
                 for (int i = 0; i < LANE_COLS; ++i) carried[i] *= decay[m][PER_CHANNEL ? i : 0];
@@ -170,13 +201,13 @@ struct Chains {
             sum_all<32>(sums);
         }
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) {
+        for (int chain = FIRST; chain < CHAINS; ++chain) {
             const int token = chain_token(chain);
             if (token >= tokens) continue;
             float along[BLOCK];  // c over the norm of k, which multiplies k as it is stored; zero for entries newer than x
 #pragma unroll
             for (int m = 0; m < BLOCK; ++m) {
-                float sum = sums[chain * BLOCK + m];
+                float sum = sums[(chain - FIRST) * BLOCK + m];
 #pragma unroll
                 for (int n = 0; n < m; ++n) sum = fmaf(-along[n], products.pairs[BlockProducts::pair(m, n)], sum);
                 if (newest - m > token) sum = 0.0f;
@@ -191,6 +222,13 @@ struct Chains {
                     x[chain][i] = decay[m][PER_CHANNEL ? i : 0] * fmaf(-along[m], k[m][i], x[chain][i]);
             }
         }
+    }
+
+    // The block of the step's tokens of which `newest` is the last one.
+    template <int FIRST>
+    __device__ void step_over_tokens(float (&x)[CHAINS][LANE_COLS], int block, int newest) {
+        const int n = chain_head(), key = n / (HEADS / KEYS);
+        step_back<TOKEN_BLOCK, FIRST>(x, in.blocks[n][block], in.k[key][newest], in.g[n][newest], newest, history + newest, newest + 1);
     }
 
     __device__ void load_queries(float (&x)[CHAINS][LANE_COLS]) const {
@@ -223,11 +261,15 @@ struct Chains {
             const int newest = tokens - 1 - block * TOKEN_BLOCK;
             // Blocks behind the warp's last token concern none of its tokens.
             if (newest < 0 || newest - TOKEN_BLOCK >= chain_token(CHAINS - 1)) continue;
-            step_back<TOKEN_BLOCK>(x, in.blocks[n][block], in.k[key][newest], in.g[n][newest], newest, history + newest, newest + 1);
+            // Half of a warp's tokens are often older than the step's last ones.
+            if (GATES_AT_ONCE && CHAINS > 1 && newest - TOKEN_BLOCK >= chain_token(CHAINS / 2 - 1))
+                step_over_tokens<CHAINS / 2>(x, block, newest);
+            else
+                step_over_tokens<0>(x, block, newest);
         }
 #pragma unroll 1
         for (int j = history - 1, block = 0; j >= 0; j -= CHAIN_BLOCK, ++block)
-            step_back<CHAIN_BLOCK>(x, in.ring_blocks[n][block], in.ring_k[key][j], in.ring_g[n][j], -1, j, j + 1);
+            step_back<CHAIN_BLOCK, 0>(x, in.ring_blocks[n][block], in.ring_k[key][j], in.ring_g[n][j], -1, j, j + 1);
     }
 
     __device__ void append_keys() const {
@@ -236,6 +278,16 @@ struct Chains {
         for (int key = 0; key < KEYS; ++key) {
             const Work head = w.of_head(key * (HEADS / KEYS));
             if (!head.leads_key_head()) continue;
+            if constexpr (KDA_VERIFIES) {
+                constexpr int UNITS = KEY_DIM / 8;  // of 16 bytes
+#pragma unroll 1
+                for (int m = threadIdx.x; m < tokens * UNITS; m += THREADS) {
+                    const int i = m / UNITS, column = m % UNITS * 8;
+                    *reinterpret_cast<uint4*>(w.t.ring_k_out + head.ring_k_at(w.append_row(i)) + column) =
+                        *reinterpret_cast<const uint4*>(&in.k[key][i][column]);
+                }
+                continue;
+            }
 #pragma unroll 1
             for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
                 const int i = m / KEY_DIM, column = m % KEY_DIM;

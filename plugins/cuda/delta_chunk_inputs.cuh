@@ -30,7 +30,8 @@ typedef StagedType<NARROW>::type STAGED;
 constexpr bool ONE_CHUNK = TOKENS == 1 && RING_ROWS <= CHUNK;  // whatever the ring holds
 // A fold whose outputs have been given before may have the state in shared memory (delta_fold.cuh), of 16 bits if a single chunk is the
 // rule. With bfloat16 keys it is delta_fold_tile.cuh's, if all fits.
-constexpr bool FOLDS_APART = READS_ALL && TOKENS > 0 && CHUNKED && (ONE_CHUNK || sizeof(STATE) == 4 || FEW_NARROW_ENTRIES);
+constexpr bool FOLDS_APART = READS_ALL && TOKENS > 0 && CHUNKED && !KDA_VERIFIES &&
+                             (ONE_CHUNK || sizeof(STATE) == 4 || FEW_NARROW_ENTRIES);
 constexpr bool BF16_KEYS = NARROW && same_type<ACT, bf16>::value && CHUNK == 16;
 constexpr bool FOLDS_BF16 = FOLDS_APART && BF16_KEYS && KEY_DIM % 64 == 0 && SLICE <= 128;
 // A prefill has the next chunk on its way while one is worked on; other steps rarely have a second one.

@@ -184,12 +184,13 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared, Rea
     read.adjoint.run<MATRIX ? PARTS_AHEAD : 0>(1.0f, [] {});  // values are appended in the end
     __syncthreads();  // x and c
     read.values.wait();
-    float updates[HEADS][READ_TOKENS];  // of a single token they are found while the state is on its way
+    float updates[HEADS][READ_TOKENS];  // found while the state is on its way
     const int row = read.warp * WARP_ROWS + read.lane;
-    if constexpr (ONE_ROW_A_LANE)
+    if constexpr (UPDATES_FIRST)
 #pragma unroll
         for (int n = 0; n < HEADS; ++n) {
-            updates[n][0] = 0.0f;
+#pragma unroll
+            for (float& update : updates[n]) update = 0.0f;
             if (read.lane < WARP_ROWS) read.values.add_updates(updates[n], n, row);
         }
     if (w.row.folded > 0) {
@@ -201,10 +202,13 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared, Rea
             read.read_state();
     }
     __syncwarp();  // o
-    if constexpr (ONE_ROW_A_LANE) {
+    if constexpr (UPDATES_FIRST) {
 #pragma unroll
         for (int n = 0; n < HEADS; ++n)
-            if (read.lane < WARP_ROWS) w.of_head(n).o(0)[row] = from_float<ACT>(updates[n][0] + read.product(n, 0, row));
+#pragma unroll
+            for (int i = 0; i < READ_TOKENS; ++i)
+                if (read.lane < WARP_ROWS && (READ_TOKENS == 1 || i < read.tokens))
+                    w.of_head(n).o(i)[row] = from_float<ACT>(updates[n][i] + read.product(n, i, row));
     } else {
 #pragma unroll 1
         for (int n = 0; n < HEADS; ++n) read.finish(n);

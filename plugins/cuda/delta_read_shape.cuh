@@ -10,17 +10,21 @@ constexpr int MOST_HISTORY = RING_ROWS > WINDOW ? WINDOW : WINDOW > 1 ? WINDOW -
 constexpr bool NARROW_INPUTS = sizeof(ACT) == 2 && same_type<ACT, RING_K>::value && same_type<ACT, RING>::value;
 // Products of all keys with each other may take the place of a walk along them.
 constexpr bool GRAM_KEYS = NARROW_INPUTS && WIDE && !PER_CHANNEL && !DERIVED && KEY_DIM % 64 == 0;
-// Heads for which there is room for those products and for a fold through shared memory (delta_fold.cuh).
-constexpr bool SMALL_NARROW_HEAD = GRAM_KEYS && KEY_DIM <= 128 && SLICE <= 128 && SLICE % 16 == 0 && VALUE_DIM % SPLIT == 0;
-// Steps of several tokens for which there is, too. 16-bit states pass through that fold with one chunk of 16 entries, which the whole
-// history must be.
+// Heads for which a fold through shared memory (delta_fold.cuh, kda_fold.cuh) has room.
+constexpr bool SMALL_HEAD = KEY_DIM <= 128 && SLICE <= 128 && SLICE % 16 == 0 && VALUE_DIM % SPLIT == 0;
+// Steps of several tokens for which there is room for those products, too. 16-bit states pass through that fold with one chunk of 16
+// entries, which the whole history must be.
 constexpr bool FEW_NARROW_ENTRIES =
-    TOKENS > 1 && SMALL_NARROW_HEAD && MOST_HISTORY + READ_TOKENS <= 32 && (sizeof(STATE) == 4 || MOST_HISTORY <= 16);
-// Without a copy they answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards.
-constexpr bool ANSWERS_FIRST = !COPIED && FEW_NARROW_ENTRIES;
+    TOKENS > 1 && GRAM_KEYS && SMALL_HEAD && MOST_HISTORY + READ_TOKENS <= 32 && (sizeof(STATE) == 4 || MOST_HISTORY <= 16);
+// Steps of several tokens of Kimi Delta Attention whose ring kda_fold.cuh takes up as one chunk. Rows that absorb their tokens, which
+// are rare among them, recur.
+constexpr bool KDA_VERIFIES = TOKENS > 1 && PER_CHANNEL && NARROW_INPUTS && WIDE && !DERIVED && SMALL_HEAD && MOST_HISTORY <= 16 &&
+                              KEY_DIM == 32 * WARPS;
+// Without a copy both answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards.
+constexpr bool ANSWERS_FIRST = !COPIED && (FEW_NARROW_ENTRIES || KDA_VERIFIES);
 // A single token that fills the window is answered by that fold, from the new checkpoint on its way to memory.
 constexpr bool FOLD_ANSWERS =
-    !COPIED && TOKENS == 1 && WINDOW > 1 && RING_ROWS <= 16 && SMALL_NARROW_HEAD && same_type<ACT, bf16>::value;
+    !COPIED && TOKENS == 1 && WINDOW > 1 && RING_ROWS <= 16 && GRAM_KEYS && SMALL_HEAD && same_type<ACT, bf16>::value;
 // Other steps answer rows that fold from the new checkpoint in registers.
 constexpr bool READS_ALL = COPIED || ANSWERS_FIRST || FOLD_ANSWERS;
 

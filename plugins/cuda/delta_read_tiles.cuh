@@ -39,6 +39,8 @@ constexpr int parts_on_their_way(int parts) {
     return parts > 1 && parts * int(sizeof(MatrixPart)) > LARGE_TILE_ROOM ? parts_on_their_way(parts / 2) : parts;
 }
 constexpr int PARTS_AHEAD = MATRIX ? parts_on_their_way(MATRIX_PARTS) : 1;
+// What entries add to the answer waits in registers for the product.
+constexpr bool UPDATES_FIRST = ONE_ROW_A_LANE || (MATRIX && KDA_VERIFIES && WARP_ROWS <= 32);
 constexpr bool TILES_FIT = MATRIX ? int(sizeof(MatrixPart)) <= LARGE_TILE_ROOM : BY_EIGHTS || tile_rows(32) > 0;
 constexpr int TILE_ROWS = MATRIX || !TILES_FIT ? 1 : BY_EIGHTS ? SMALL_TILE_ROWS : tile_rows(32);
 constexpr int HEAD_TILES = WARP_ROWS / TILE_ROWS, TILES = HEADS * HEAD_TILES;
@@ -52,7 +54,7 @@ constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) &&
 struct ReadBarriers {
     u64 tiles[WARPS][STAGES], values;
 };
-static_assert(!ANSWERS_FIRST || sizeof(ReadBarriers) <= BARRIER_ROOM, "room for barriers");
+static_assert(!ANSWERS_FIRST || sizeof(ReadBarriers) + sizeof(u64) <= BARRIER_ROOM, "room for barriers");  // the ring's, too
 struct ReadShared {
     union {
         alignas(128) STATE tiles[MATRIX ? 1 : WARPS][STAGES][TILE_ROWS][KEY_DIM];

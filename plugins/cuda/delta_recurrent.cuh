@@ -6,6 +6,7 @@
 // delta_chunk.cuh does not, and rings that hold u, which it adds up.
 #pragma once
 #include "delta_inputs.cuh"
+#include "delta_read_shape.cuh"
 
 // What a pass over a row's entries is for. With a read copy, answers come from it and folds from the checkpoint.
 enum class Pass { BOTH, ANSWER, FOLD };
@@ -19,7 +20,8 @@ constexpr int thread_rows(int rows) {
     return rows == 1 ? 1 : rows * COLS <= 64 && SLICE % (16 * rows) == 0 ? rows : thread_rows(rows / 2);
 }
 // Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh, ALL_READ).
-constexpr bool RARELY_RECURS = PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS;
+constexpr bool RARELY_RECURS =
+    KDA_VERIFIES || (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);
 constexpr int THREAD_ROWS = thread_rows(RARELY_RECURS ? 2 : 4);
 constexpr int RECURRENT_ROWS = THREADS / LANES * THREAD_ROWS;  // state rows of the block's tile
 

@@ -119,6 +119,9 @@ struct Work {
     __device__ static float log_decay(float rate, float biased) {
         return LOWER_BOUND == 0.0f ? -rate * softplus(biased) : LOWER_BOUND * sigmoid(rate * biased);
     }
+    __device__ static float short_log_decay(float rate, float biased) {
+        return LOWER_BOUND == 0.0f ? -rate * short_softplus(biased) : log_decay(rate, biased);
+    }
     __device__ float log_decay(float logit, int channel) const {
         return log_decay(decay_rate(), logit + t.dt_bias[gate_at(channel)]);
     }

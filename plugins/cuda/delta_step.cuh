@@ -11,13 +11,13 @@
 
 // The recurrence token by token: with a window of 1, and for what the chunk form does not take.
 constexpr bool RECURS = !CHUNKED || (TOKENS == 1 && WINDOW == 1);
-// Folds of 16-bit states that stream take a single chunk. Rows that have more entries, which only some that are absorbed have, take them
-// token by token.
-constexpr bool LONG_ROWS_RECUR = STREAMS && SINGLE_CHUNK && !ONE_CHUNK;
+// Folds of 16-bit states that stream take a single chunk, and so do those of KDA's verify steps. Rows that have more entries, which only
+// some that are absorbed have, take them token by token.
+constexpr bool LONG_ROWS_RECUR = KDA_VERIFIES || (STREAMS && SINGLE_CHUNK && !ONE_CHUNK);
 // Steps that answer from the read copy; prefills do not.
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
-static_assert(!ANSWERS_FIRST || (READS && STREAMS), "no other way is compiled");
+static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = HEAD_AFTER_HEAD     ? sizeof(HeadReadShared)
@@ -25,7 +25,7 @@ constexpr int READ_BYTES = HEAD_AFTER_HEAD     ? sizeof(HeadReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
                                                : 0;
-constexpr int REPLAY_BYTES = RECURS ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
+constexpr int REPLAY_BYTES = RECURS || KDA_VERIFIES ? sizeof(RecurrentShared) : STREAMS ? sizeof(FoldShared) : sizeof(ChunkShared);
 constexpr int OTHER_FOLD_BYTES = KDA_FOLDS ? larger(sizeof(KdaFoldShared), ONE_CHUNK ? sizeof(RecurrentShared) : 0)
                                  : LONG_ROWS_RECUR ? sizeof(RecurrentShared)
                                                    : 0;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
 template <bool ANSWERS>
 __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory) {
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
-    if (!block.row.absorbs()) block.row.tokens = 0;
+    if (KDA_VERIFIES || !block.row.absorbs()) block.row.tokens = 0;
     const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory));
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
@@ -73,6 +73,11 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const int* step, un
         replay<Pass::ANSWER>(block, memory);
     }
     if (!row.folds()) return;
+    if constexpr (KDA_VERIFIES && sizeof(T) > 0) {
+        __syncthreads();
+        if (row.absorbs()) return replay<Pass::FOLD>(block, memory);
+        return fold_channels<false>(block, step, memory);
+    }
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
     if constexpr (KDA_FOLDS && sizeof(T) > 0) {

@@ -2,13 +2,17 @@
 #define PER_CHANNEL 1
 #include "delta_step.cuh"
 
-// Folds of one token's steps that spill with the registers that four blocks leave.
+// Folds that spill with the registers that four blocks leave.
 #if __CUDA_ARCH__ >= 1000
-constexpr bool HUNGRY = COPIED || sizeof(STATE) == 2;
+constexpr bool HUNGRY = COPIED || sizeof(STATE) == 2 || KDA_VERIFIES;
 #else
-constexpr bool HUNGRY = SPLIT > 1 ? COPIED || sizeof(STATE) == 2 : READ_BITS == 4 && sizeof(STATE) == 4;
+constexpr bool HUNGRY = SPLIT > 1 ? COPIED || (KDA_VERIFIES ? SPLIT > 4 : sizeof(STATE) == 2)
+                                  : sizeof(STATE) == 4 && (READ_BITS == 4 || (COPIED && KDA_VERIFIES));
 #endif
-constexpr int BLOCKS_HELD = (HUNGRY || HEADS_A_BLOCK > 1) && ONE_CHUNK && KDA_FOLDS && BLOCKS_AN_SM > 3 ? 3 : BLOCKS_AN_SM;
+// Folds of narrow slices have all of their loads on the way at once.
+constexpr int BLOCKS_OF_HUNGRY = KDA_VERIFIES && SPLIT > 4 ? 2 : 3;
+constexpr int BLOCKS_HELD =
+    HUNGRY && (ONE_CHUNK || KDA_VERIFIES) && KDA_FOLDS && BLOCKS_AN_SM > BLOCKS_OF_HUNGRY ? BLOCKS_OF_HUNGRY : BLOCKS_AN_SM;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_HELD)
     kda(const ACT* qkv, const ACT* f, const ACT* b, const float* A_log, const float* dt_bias, const int* step,

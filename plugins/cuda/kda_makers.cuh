@@ -18,15 +18,6 @@ struct PartialSums {
 };
 static_assert(sizeof(PartialSums) <= sizeof(EntryUnits) * WRITTEN_PARTS, "the sums take too much room");
 
-// log(1 + e^x) with few instructions and no branch: log(1 + t) = 2 atanh(t / (2 + t)) for t = e^-|x| <= 1, as its series.
-__device__ __forceinline__ float short_softplus(float x) {
-    const float t = power_of_2(-LOG2_E * fabsf(x)), s = t * inverse_of(2.0f + t), square = s * s;
-    float series = 2.0f / 13.0f;
-#pragma unroll
-    for (int n = 11; n > 0; n -= 2) series = fmaf(series, square, 2.0f / n);
-    return fmaxf(x, 0.0f) + s * series;
-}
-
 // Entries g and g + 8 of a unit of channels, in bfloat16 parts.
 template <int N>
 __device__ __forceinline__ void store_parts(EntryUnits* to, const ChannelParts<N, UNIT>& parts, int unit, u32 lane) {
@@ -135,7 +126,7 @@ private:
             // Of logits that do not exist there are zeros, and what follows from them counts for nothing.
             const float exists = entry < chunk.count ? 1.0f : 0.0f;
 #pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) g.v[c] = exists * log_decay(logits.v[c] + bias[c]);
+            for (int c = 0; c < CHANNELS; ++c) g.v[c] = exists * Work::short_log_decay(rate, logits.v[c] + bias[c]);
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -153,9 +144,6 @@ private:
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) g.v[c] = power_of_2(LOG2_E * g.v[c]);
         return g;
-    }
-    __device__ __forceinline__ float log_decay(float biased) const {
-        return LOWER_BOUND == 0.0f ? -rate * short_softplus(biased) : Work::log_decay(rate, biased);
     }
     __device__ __forceinline__ void append_keys(const Work& w, const Chunk& chunk, u32 lane) const {
 #pragma unroll

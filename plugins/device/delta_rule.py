@@ -36,7 +36,8 @@ MOST_TOKENS_OF_TWO_HEADS = 4
 #: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling; one more where
 #: a fold takes a single chunk, and of four bfloat16 tokens with a short window.
 COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
-#: Blocks of a step without one that answers before it folds; one fewer for 16 tokens or a 16-bit state.
+#: Blocks of a step without one that answers before it folds; one fewer for 16 tokens or a 16-bit state, and with decays per
+#: channel, with and without a copy.
 ANSWERED_BLOCKS_AN_SM = 5
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
@@ -130,9 +131,9 @@ def variant(
     heads: int = 1,
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
-    first = aligned and activation == ring and answers_first(shape, activation, state, read_tokens, split)
-    fewer = read_tokens == READ_TOKENS[-1] or state.itemsize == 2
-    blocks = ANSWERED_BLOCKS_AN_SM - fewer if first else blocks_an_sm(shape, activation, state, read_tokens)
+    apart = aligned and activation == ring and folds_apart(shape, state, ring, read_tokens, split)
+    fewer = read_tokens == READ_TOKENS[-1] or state.itemsize == 2 or shape.per_channel
+    blocks = ANSWERED_BLOCKS_AN_SM - fewer if apart else blocks_an_sm(shape, activation, state, read_tokens)
     defines: Macros = (
         *sizes(shape, activation, state, ring),
         ("TOKENS", read_tokens),
@@ -162,14 +163,18 @@ def sizes(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, ring: 
     )
 
 
-def answers_first(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int, split: int) -> bool:
-    """ANSWERS_FIRST of delta_read_shape.cuh, of inputs of one type in whole vectors."""
+def folds_apart(shape: DeltaShape, state: torch.dtype, ring: torch.dtype, read_tokens: int, split: int) -> bool:
+    """ANSWERS_FIRST or KDA_VERIFIES of delta_read_shape.cuh, of inputs of one type in whole vectors."""
     value_rows, rest = divmod(shape.value_dim, split)
     history = shape.window if shape.ring_rows > shape.window else max(shape.window - 1, 1)
-    narrow = activation.itemsize == 2 and not shape.per_channel and not shape.derived_fold
-    fits = shape.key_dim in (64, 128) and value_rows <= 128 and value_rows % 16 == 0 and rest == 0
-    few = read_tokens > 1 and history + read_tokens <= 2 * CHUNK and (state == torch.float32 or history <= CHUNK)
-    return shape.read_dtype == "same" and narrow and fits and few
+    narrow = ring.itemsize == 2 and not shape.derived_fold
+    fits = value_rows <= 128 and value_rows % SLICE_ROWS == 0 and rest == 0
+    if shape.per_channel:
+        suited = shape.key_dim == 128 and history <= CHUNK
+    else:
+        few = history + read_tokens <= 2 * CHUNK and (state == torch.float32 or history <= CHUNK)
+        suited = shape.read_dtype == "same" and shape.key_dim in (64, 128) and few
+    return narrow and fits and suited and read_tokens > 1
 
 
 def blocks_an_sm(shape: DeltaShape, activation: torch.dtype, state: torch.dtype, read_tokens: int) -> int:

@@ -6,8 +6,9 @@ import re
 
 #: Files whose tests need nothing of a GPU but its kernels.
 KERNEL_FILES = (
-    *("test_copy_codes", "test_delta_folds", "test_delta_prefill", "test_delta_rule", "test_dense", "test_full_grids"),
-    *("test_mamba2", "test_mamba2_prefill", "test_materialise", "test_quantised_state", "test_shared", "test_standard"),
+    *("test_copy_codes", "test_delta_folds", "test_delta_prefill", "test_delta_rule", "test_delta_verify"),
+    *("test_dense", "test_full_grids", "test_mamba2", "test_mamba2_prefill", "test_materialise"),
+    *("test_quantised_state", "test_shared", "test_standard"),
 )
 #: Of them, tests that need it after all: CUDA graphs, more memory than is touched, and two kernels that agree to the bit
 #: because nvcc makes the same products and sums of both one instruction.
@@ -85,6 +86,10 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "test_delta_folds": {
         "test_folds_of_dtypes": ("1-gated_delta-(torch.bfloat16, torch.float32)-nvfp4",),
+    },
+    "test_delta_verify": {
+        "test_absorbed_tokens": ("kda-4-torch.float32",),
+        "test_random_acceptance": ("4-kda-(torch.bfloat16, torch.float32)", "8-kda-(torch.float16, torch.float16)"),
     },
     "test_full_grids": {
         "test_two_heads_a_block": ("1-torch.bfloat16-same", "4-torch.float32-fp8", "1-torch.float32-nvfp4"),
