@@ -6,11 +6,13 @@ import, the few names they use are provided here.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -162,6 +164,9 @@ def whole(name: str) -> Any:
     # FlashInfer looks for libraries of this architecture; compiling one in the middle of a run would take minutes.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    # Its libraries call the driver without naming it.
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     # Its kernels in the CuTe DSL take seconds; without a cache on disk they are exempt from that.
     os.environ.setdefault("FLASHINFER_CUTE_DSL_DISABLE_CACHE", "1")
     try:

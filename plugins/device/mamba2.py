@@ -24,9 +24,9 @@ from trtllm_replayssm.replay import MAX_VERIFY_TOKENS, ReadDtype
 MOST_ENTRIES = {128: 64, 256: 48}
 #: Warps a device should be given before a block takes more heads, for steps of one token and of several.
 WARPS_WANTED, VERIFY_WARPS_WANTED = 2048, 4096
-#: Steps of one token in which each warp works alone (mamba2_single.cu): the most entries and the largest state they take, warps
-#: of a block, and multiprocessors to count on.
-SINGLE_ENTRIES, SINGLE_STATE_SIZE, SINGLE_BLOCK, MULTIPROCESSORS = 16, 128, 2, 128
+#: Steps of one token in which each warp works alone (mamba2_single.cu): the most entries and the largest state they take, and
+#: warps of a block.
+SINGLE_ENTRIES, SINGLE_STATE_SIZE, SINGLE_BLOCK = 16, 128, 2
 #: Warps of these that a multiprocessor holds without spilling, by the size of a state's element; four fewer of float16 inputs.
 SINGLE_WARPS = {2: 16, 4: 12}
 
@@ -114,7 +114,7 @@ def step_record(
     entries, own = most_entries(a, tokens), a.head_dim // 16
     warps = step_warps(a, activation, state, entries)
     alone = min(warps, SINGLE_WARPS[state.itemsize] - 4 * (activation == torch.float16))
-    if tokens == 1 and works_alone(a, rows, alone):
+    if tokens == 1 and works_alone(a, rows):
         return single_record(a, shape, state, rows, alone, strides)
     blocks = -(-(WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED) // own)
     in_flight = min(4096, 16 * a.state_size * state.itemsize) * own
@@ -122,13 +122,10 @@ def step_record(
     return step_launch("mamba2_step", a, shape, rows, tokens, entries, warps, blocks, in_flight, integers)
 
 
-def works_alone(a: Mamba2Attributes, rows: int, warps: int) -> bool:
-    """Whether all warps of a step of one token are under way at once if each works for itself on 16 rows of a state.
-
-    warps: that a multiprocessor holds.
-    """
+def works_alone(a: Mamba2Attributes, rows: int) -> bool:
+    """Whether the device wants the warps of a step of one token even if each works for itself on 16 rows of a state."""
     fits = most_entries(a, 1) <= SINGLE_ENTRIES and a.state_size <= SINGLE_STATE_SIZE
-    return fits and rows * (a.num_heads * a.head_dim // 16) <= warps * MULTIPROCESSORS
+    return fits and rows * (a.num_heads * a.head_dim // 16) <= WARPS_WANTED
 
 
 def single_record(
