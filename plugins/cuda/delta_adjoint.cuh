@@ -66,6 +66,14 @@ private:
     }
 };
 
+// Powers of two that keep a warp's x, which decays make small, within float16's range.
+__device__ __forceinline__ Rescaling rescaling(const float (&x)[LANE_COLS]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_COLS; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    return Rescaling(__uint_as_float(__reduce_max_sync(~0u, largest)), 4);
+}
+
 // By chains (delta_chains.cuh), whose x stay in registers until the last.
 struct HeldChains {
     Chains chains;
@@ -102,6 +110,9 @@ struct HeldChains {
     }
 };
 
+// x of several tokens meets float16 states in parts of their type (delta_read_matrix.cuh).
+constexpr bool SCALED_CHAINS = READ_TOKENS >= 4 && same_type<STATE, fp16>::value;
+
 struct FloatChains : HeldChains {
     FloatAdjoint& out;
 
@@ -111,8 +122,15 @@ struct FloatChains : HeldChains {
     // As Gram's (delta_gram.cuh).
     template <int LATER, typename Append>
     __device__ void run(float, Append append) {
-        HeldChains::run<LATER>(append,
-                               [this](int n, int token, const float (&x)[LANE_COLS]) { store_columns(out.x[n][token], chains.lane, x); });
+        HeldChains::run<LATER>(append, [this](int n, int token, float (&x)[LANE_COLS]) {
+            if constexpr (SCALED_CHAINS) {
+                const Rescaling to = rescaling(x);
+#pragma unroll
+                for (float& column : x) column *= to.factor;
+                if (chains.lane == 0) out.unit[n][token] = to.inverse;
+            }
+            store_columns(out.x[n][token], chains.lane, x);
+        });
     }
 };
 
@@ -130,10 +148,7 @@ struct ChainAdjoint : HeldChains {
     __device__ void run(float unit, Append append) {
         HeldChains::run<0>(append, [this, unit](int n, int token, const float (&x)[LANE_COLS]) {
             const int lane = chains.lane;
-            u32 largest = 0;
-#pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
-            const Rescaling to(__uint_as_float(__reduce_max_sync(~0u, largest)), 4);
+            const Rescaling to = rescaling(x);
 #pragma unroll
             for (int i = 0; i < LANE_COLS; ++i) out.store(n, token, lane_column(lane, i), x[i] * to.factor);
             if (lane == 0) out.unit[n][token] = unit * to.inverse;

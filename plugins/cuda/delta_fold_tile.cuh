@@ -74,7 +74,7 @@ struct FoldTile : ChunkTile<false, true> {
     // As update_state, from behind the last block. `keeps`: the new state is wanted in shared memory, too.
     __device__ void write(Cursor at, float decay, const Parts<3> (&u)[4], bool keeps) {
         STATE* out = opaque(w.t.state_out + w.state_at(row()) + 4 * t() + KEY_DIM);
-        const float* query = shared.query + 4 * t() + KEY_DIM;
+        const float* query = shared.query + (FOLD_ANSWERS ? 4 * t() + KEY_DIM : 0);
         float o[2] = {};  // the lane's share, of both rows
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {

@@ -161,7 +161,7 @@ struct Read {
 
     // Of the product, at a value row of head n.
     __device__ float product(int n, int i, int row) const {
-        return w.row.folded > 0 && i < tokens ? in.o[n][i][row] * (GRAM ? in.results.unit[n][i] : 1.0f) : 0.0f;
+        return w.row.folded > 0 && i < tokens ? in.o[n][i][row] * (GRAM || SCALED_CHAINS ? in.results.unit[n][i] : 1.0f) : 0.0f;
     }
     // For the warp's value rows of head n, a lane each.
     __device__ void finish(int n) {

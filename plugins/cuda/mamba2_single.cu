@@ -6,10 +6,8 @@
 // outputs counts: all that a warp reads is on its way as soon as it knows the row's plan, and what does not depend on the plan
 // before. Every number is formed as in mamba2_step, whose bits these are.
 //
-// Macros: mamba2_shape.cuh (TOKENS and HEADS_A_BLOCK are 1).
+// Macros: mamba2_shape.cuh (TOKENS and HEADS_A_BLOCK are 1), WARPS_A_BLOCK.
 #include "mamba2_single.cuh"
-
-constexpr int WARPS_A_BLOCK = 2;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / WARPS_A_BLOCK)
     mamba2_single(const ACT* xbc, const ACT* dt, const float* A_log, const float* dt_bias, const float* D, const int* step,
@@ -36,8 +34,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
     const Entries entries(row, from, {state_stride, ring_x_stride, ring_b_stride, ring_dt_stride});
     const STATE* rows = from.state + row.slot * state_stride;
     StateChunk chunks[CHUNKS];
+    if (row.folded > 0) {
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) chunks[i].load<false>(rows + i * CHUNK_COLUMNS, lane % 4);
+        for (int i = 0; i < CHUNKS; ++i) chunks[i].load<false>(rows + i * CHUNK_COLUMNS, lane % 4);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) chunks[i].clear();
+    }
     const float history_dt = entries.request_dt(lane);
     EntryX x;
     x.request(entries, lane);
@@ -82,7 +85,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK, WARPS_AN_SM / W
         STATE* rows_out = state_out + row.slot * state_stride + element;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
-            if (row.folded < 1) chunks[i].clear();
 #pragma unroll
             for (int k = 0; k < BLOCKS_A_CHUNK; ++k) {
                 const int block = i * BLOCKS_A_CHUNK + k;

@@ -113,8 +113,8 @@ def step_record(
     """The heads of a block share the ring's B, so that it takes as many as leave the device enough warps."""
     entries, own = most_entries(a, tokens), a.head_dim // 16
     warps = step_warps(a, activation, state, entries)
-    alone = min(warps, SINGLE_WARPS[state.itemsize] - 4 * (activation == torch.float16))
     if tokens == 1 and works_alone(a, rows):
+        alone = min(warps, SINGLE_WARPS[state.itemsize] - 4 * (activation == torch.float16))
         return single_record(a, shape, state, rows, alone, strides)
     blocks = -(-(WARPS_WANTED if tokens == 1 else VERIFY_WARPS_WANTED) // own)
     in_flight = min(4096, 16 * a.state_size * state.itemsize) * own
@@ -131,7 +131,14 @@ def works_alone(a: Mamba2Attributes, rows: int) -> bool:
 def single_record(
     a: Mamba2Attributes, shape: Macros, state: torch.dtype, rows: int, warps: int, strides: tuple[int, ...]
 ) -> Launch:
-    tuned = (("TOKENS", 1), ("ENTRIES", most_entries(a, 1)), ("HEADS_A_BLOCK", 1), ("WARPS_AN_SM", warps))
+    entries = most_entries(a, 1)
+    tuned = (
+        ("TOKENS", 1),
+        ("ENTRIES", entries),
+        ("HEADS_A_BLOCK", 1),
+        ("WARPS_A_BLOCK", SINGLE_BLOCK),
+        ("WARPS_AN_SM", warps),
+    )
     in_flight = SINGLE_BLOCK * 16 * a.state_size * state.itemsize
     kernel = Kernel("mamba2_single.cu", "mamba2_single", 32 * SINGLE_BLOCK, (*shape, *tuned), in_flight)
     return Launch(kernel, (-(-a.num_heads * a.head_dim // (16 * SINGLE_BLOCK)), rows, 1), (1, *strides, 0))

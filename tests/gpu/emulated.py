@@ -39,7 +39,10 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_dtypes": ("1-dtypes0", "4-dtypes1", "1-dtypes2", "16-dtypes4", "4-dtypes5"),
         "test_shapes": ("8-(4, 128, 128, 2)", "1-(4, 64, 256, 2)", "33-(3, 24, 40, 3)"),
         "test_windows": ("1-1", "2-64"),
-        "test_a_row_has_the_same_bits_in_small_and_large_batches": ("torch.bfloat16",),
+        "test_a_row_has_the_same_bits_in_small_and_large_batches": (
+            "(4, 64, 128, 2)-(torch.bfloat16, torch.bfloat16)-nearest",
+            "(1, 80, 64, 1)-(torch.float16, torch.float32)-nearest",
+        ),
         "test_activations_that_no_vector_may_start_at": ("4-16-same",),
         "test_time_steps_that_are_no_numbers_are_not_hidden": (
             "(4, 64, 128, 2)-1-1",
@@ -88,12 +91,22 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_folds_of_dtypes": ("1-gated_delta-(torch.bfloat16, torch.float32)-nvfp4",),
     },
     "test_delta_verify": {
-        "test_absorbed_tokens": ("kda-4-torch.float32",),
-        "test_random_acceptance": ("4-kda-(torch.bfloat16, torch.float32)", "8-kda-(torch.float16, torch.float16)"),
+        "test_absorbed_tokens": ("whole heads-kda-4-torch.float32",),
+        "test_random_acceptance": (
+            "slices-4-kda-(torch.bfloat16, torch.float32)",
+            "whole heads-8-kda-(torch.float16, torch.float16)",
+        ),
     },
     "test_full_grids": {
         "test_two_heads_a_block": ("1-torch.bfloat16-same", "4-torch.float32-fp8", "1-torch.float32-nvfp4"),
-        "test_whole_heads": ("4-gated_delta-same", "1-kda-same", "24-gated_delta-nvfp4", "8-kda-fp8"),
+        "test_whole_heads": (
+            "4-gated_delta-(torch.bfloat16, torch.float32)-same",
+            "1-kda-(torch.bfloat16, torch.bfloat16)-same",
+            "16-kda-(torch.bfloat16, torch.bfloat16)-same",
+            "24-gated_delta-(torch.bfloat16, torch.float32)-nvfp4",
+            "8-kda-(torch.bfloat16, torch.float32)-fp8",
+        ),
+        "test_states_of_float16_under_the_strongest_decay": ("4",),
         "test_blocks_of_several_heads": (
             "1-(torch.bfloat16, torch.float32)-same",
             "4-(torch.float16, torch.float16)-fp8",

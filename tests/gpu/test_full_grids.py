@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import harness
 import pytest
 import test_delta_rule
 import test_mamba2
+import torch
 from test_delta_rule import BF16, FP16, FP32, Case
 
 from trtllm_replayssm.plugins.device import delta_rule, gated_delta, kda, mamba2, mamba2_copy
 from trtllm_replayssm.plugins.driver import launch
 from trtllm_replayssm.plugins.launch import Launch
+from trtllm_replayssm.plugins.reference import delta_rule as reference
 
 ROWS = 3
+DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP16)]
 READS = ["same", "fp8", "nvfp4"]
 
 
@@ -43,19 +47,40 @@ def test_two_heads_a_block(tokens, state, read, launched):
     assert dict(launched[0].kernel.defines)["HEADS_A_BLOCK"] == 2
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    ("dtypes", "read"), [((BF16, FP32), "fp8"), ((BF16, FP32), "nvfp4"), *((d, "same") for d in DTYPES)], ids=str
+)
 @pytest.mark.parametrize("layer", ["gated_delta", "kda"])
-@pytest.mark.parametrize("tokens", [1, 4, 8, 24])
-def test_whole_heads(tokens, layer, read, launched):
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 24])
+def test_whole_heads(tokens, layer, dtypes, read, launched):
     """No head is divided."""
-    test_delta_rule.run_case(
-        Case(layer, tokens, heads=(4, 4), draft=tokens - 1 if tokens < 16 else 0, rows=ROWS, read=read)
-    )
+    activation, state = dtypes
+    draft = tokens - 1 if tokens <= 16 else 0
+    case = Case(layer, tokens, heads=(4, 4), draft=draft, activation=activation, state=state, read=read)
+    test_delta_rule.run_case(case)
     assert tokens > 16 or dict(launched[0].kernel.defines)["SPLIT"] == 1
+    if tokens <= 16:
+        test_delta_rule.run_case(case, spoilt=True)
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_states_of_float16_under_the_strongest_decay(tokens, launched):
+    """All channels decay by e^-5 a token, so that hardly anything of the checkpoint reaches the last one: that much must."""
+    plans = [harness.RowPlan(n, 100, 100, 100, tokens) for n in range(ROWS)]
+    case = Case("kda bounded", tokens, heads=(4, 4), draft=tokens - 1, state=FP16)
+    steps = test_delta_rule.Steps(case, plans, ROWS)
+    qkv, f, b, A_log, dt_bias, plan = steps.inputs
+    steps.inputs = (qkv, torch.full_like(f, 20), torch.full_like(b, -60), A_log, dt_bias, plan)
+    exact = {name: pool.double().cpu() for name, pool in steps.pools.items()}
+    want = reference.kda(case.attributes, *(x.double().cpu() for x in steps.inputs[:5]), plan.cpu(), exact)
+    got = steps.run(steps.pools)
+    assert dict(launched[0].kernel.defines)["SPLIT"] == 1
+    for i in range(4):
+        assert harness.relative_error(got[:, i], want[:, i]) < harness.TOLERANCE[BF16], f"token {i}"
 
 
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize("dtypes", [*DTYPES, (BF16, FP16), (FP16, FP32)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_blocks_of_several_heads(tokens, dtypes, read, launched):
     """A block takes all heads of a group that fit."""

@@ -155,13 +155,13 @@ def test_random(seed):
     run_case(shape, tokens, window, (BF16, rng.choice([FP32, BF16])), seed=seed, draft=draft, rows=30)
 
 
-def device_step(attributes, rows, tokens, plans, pools, seed=0):
+def device_step(attributes, rows, tokens, plans, pools, seed=0, activation=BF16):
     """A function that runs one step on ``pools`` and returns y."""
     generator = torch.Generator().manual_seed(seed)
     a = attributes
     width = a.num_heads * a.head_dim + 2 * a.n_groups * a.state_size
-    xbc = torch.randn(rows, tokens, width, generator=generator).bfloat16().cuda()
-    dt = torch.randn(rows, tokens, a.num_heads, generator=generator).bfloat16().cuda()
+    xbc = torch.randn(rows, tokens, width, generator=generator).to(activation).cuda()
+    dt = torch.randn(rows, tokens, a.num_heads, generator=generator).to(activation).cuda()
     A_log, dt_bias, D = (torch.randn(a.num_heads, generator=generator).cuda() for _ in range(3))
     step = harness.step_tensor(plans).cuda()
 
@@ -179,20 +179,23 @@ def nano_case(tokens, rows=16, slots=20, read_dtype="same"):
     return attributes, plans, pools
 
 
-@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
-def test_a_row_has_the_same_bits_in_small_and_large_batches(state, monkeypatch):
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP16), (FP16, FP32)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 64, 128, 2), (1, 80, 64, 1), (3, 48, 32, 1)], ids=str)
+def test_a_row_has_the_same_bits_in_small_and_large_batches(shape, dtypes, stochastic, monkeypatch):
     """Warps that work alone, as in small batches, make the same numbers as those of a block together."""
-    attributes = Mamba2Attributes(4, 64, 128, 2, 16, 16)
+    activation, state = dtypes
+    attributes = Mamba2Attributes(*shape, 16, 16, stochastic_rounding=stochastic and state != FP32)
     plans = harness.random_plans(random.Random(11), 24, 1, 16, 16)
     make = partial(make_ring, torch.Generator().manual_seed(3))
-    fresh = harness.poisoned_pools(attributes.pools(BF16, state, BF16), plans, 27, make)
+    fresh = harness.poisoned_pools(attributes.pools(activation, state, activation), plans, 27, make)
     results = []
     for entries, symbol in ((16, "mamba2_single"), (0, "mamba2_step")):
         monkeypatch.setattr(device, "SINGLE_ENTRIES", entries)
-        record = device.launch_record(attributes, BF16, state, BF16, 24, 1, (8,) * 6)
+        record = device.launch_record(attributes, activation, state, activation, 24, 1, (8,) * 6)
         assert record.kernel.symbol == symbol
         pools = harness.to_device(fresh)
-        y = device_step(attributes, 24, 1, plans, pools)()
+        y = device_step(attributes, 24, 1, plans, pools, activation=activation)()
         results.append({"y": y} | pools)
     alone, together = results
     for name, got in alone.items():

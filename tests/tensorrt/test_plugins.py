@@ -277,6 +277,18 @@ def test_kernel_is_that_of_the_embedded_engine(
         assert kernel.integers(r, t)[: len(expected)] == expected
 
 
+def test_few_rows_take_warps_that_work_alone(tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Mamba-2 without drafts, at a profile that is tuned for them; they serve its other rows, too."""
+    case = next(case for case in CASES if case.layer == "mamba2")
+    rings = {"ring_x": pool(64 * 16 * 64, BF16), "ring_b": pool(8 * 16 * 128, BF16), "ring_dt": pool(64 * 16)}
+    case = replace(case, attributes=replace(MAMBA2, ring_rows=16), inputs=case.inputs | rings)
+    plugin = built(case, tensorrt, monkeypatch)
+    described(plugin, case)
+    kernel = plugin.compile((1, 1, 64), (1, 1, 1))
+    assert kernel.name == "mamba2_single"
+    assert [kernel.grid(rows, 1) for rows in (1, 64)] == [(128, 1, 1), (128, 64, 1)]
+
+
 @every_layer
 def test_profiles_have_tactics_of_their_own(case: Case, tensorrt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT keeps one kernel a tactic; a shared one would launch one profile's kernel on another's tokens."""
