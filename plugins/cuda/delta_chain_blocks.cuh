@@ -26,8 +26,8 @@ __device__ __forceinline__ int block_entry(int lane) {
     return first_kept<32, padded_sums(block_sums(BLOCK))>(lane);
 }
 
-// By a warp, from the newest entry's keys, log decays and betas on, of which a lane takes that of its block_entry; `live` entries of the block
-// exist. Log decays become decays on the way.
+// By a warp, from the newest entry's keys, log decays and betas on, of which a lane takes that of its block_entry; `live` entries of the
+// block exist. Log decays become decays on the way.
 template <int BLOCK, typename T, typename Betas>
 __device__ void multiply_block(BlockProducts& to, int lane, const T* keys, float* decays, Betas betas, int live) {
     constexpr int SUMS = block_sums(BLOCK), PADDED = padded_sums(SUMS);

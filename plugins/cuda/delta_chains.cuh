@@ -278,7 +278,7 @@ struct Chains {
         for (int key = 0; key < KEYS; ++key) {
             const Work head = w.of_head(key * (HEADS / KEYS));
             if (!head.leads_key_head()) continue;
-            if constexpr (KDA_VERIFIES) {
+            if constexpr (NARROW_INPUTS && WIDE) {
                 constexpr int UNITS = KEY_DIM / 8;  // of 16 bytes
 #pragma unroll 1
                 for (int m = threadIdx.x; m < tokens * UNITS; m += THREADS) {
@@ -286,12 +286,12 @@ struct Chains {
                     *reinterpret_cast<uint4*>(w.t.ring_k_out + head.ring_k_at(w.append_row(i)) + column) =
                         *reinterpret_cast<const uint4*>(&in.k[key][i][column]);
                 }
-                continue;
-            }
+            } else {
 #pragma unroll 1
-            for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
-                const int i = m / KEY_DIM, column = m % KEY_DIM;
-                w.t.ring_k_out[head.ring_k_at(w.append_row(i)) + column] = from_float<RING_K>(to_float(in.k[key][i][column]));
+                for (int m = threadIdx.x; m < tokens * KEY_DIM; m += THREADS) {
+                    const int i = m / KEY_DIM, column = m % KEY_DIM;
+                    w.t.ring_k_out[head.ring_k_at(w.append_row(i)) + column] = from_float<RING_K>(to_float(in.k[key][i][column]));
+                }
             }
         }
     }
