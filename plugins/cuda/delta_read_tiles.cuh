@@ -22,11 +22,10 @@ constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(siz
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.
 // Tiles are small, and as many as fit are on their way.
 constexpr int ROW_LANES = 8, ROWS_AT_ONCE = 32 / ROW_LANES, ROW_VECTOR = 16 / int(sizeof(STATE));
-constexpr bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 constexpr int small_tile_rows(int rows) { return rows > ROWS_AT_ONCE && rows * ROW_BYTES > 2048 ? small_tile_rows(rows / 2) : rows; }
 constexpr int SMALL_TILE_ROWS = small_tile_rows(WARP_ROWS), SMALL_TILES = HEADS * (WARP_ROWS / SMALL_TILE_ROWS);
 constexpr int SMALL_TILES_THAT_FIT = TILE_ROOM > 0 ? TILE_ROOM / tiles_bytes(SMALL_TILE_ROWS) : 0;
-constexpr bool BY_EIGHTS = READ_TOKENS == 1 && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
+constexpr bool BY_EIGHTS = ONE_ROW_A_LANE && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
                            power_of_two(WARP_ROWS) && WARP_ROWS % ROWS_AT_ONCE == 0 && SMALL_TILES_THAT_FIT >= 2;
 
 // State rows of another tile: as many as shared memory holds, 4 KB at most.

@@ -2,10 +2,6 @@
 #pragma once
 #include "delta_adjoint.cuh"
 
-constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
-// A single token's value is one element a lane, in a register.
-constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
-
 struct ValueInputs {
     alignas(16) RING ring[HEADS][READ_HISTORY][SLICE];
     alignas(16) ACT v[ONE_ROW_A_LANE ? 1 : HEADS][READ_TOKENS][ONE_ROW_A_LANE ? 8 : SLICE];

@@ -20,7 +20,7 @@ constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int READ_BYTES = HEAD_AFTER_HEAD     ? sizeof(HeadReadShared)
+constexpr int READ_BYTES = KDA_READS_TOKEN     ? sizeof(KdaTokenShared)
                            : READS             ? sizeof(ReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
@@ -142,8 +142,8 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         if constexpr (READS) {
             if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
-                if constexpr (HEAD_AFTER_HEAD) {
-                    return HeadRead<STATE>(block, *reinterpret_cast<HeadReadShared*>(memory)).run();
+                if constexpr (KDA_READS_TOKEN) {
+                    return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
                 } else {
                     ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
                     return read_step(block, shared, shared.barriers);
