@@ -51,7 +51,7 @@ constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
 constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
 constexpr bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 // 16-bit states are multiplied with a single token on tensor cores, by x in two parts (delta_token_product.cuh).
-constexpr bool HALF_STATES = sizeof(STATE) == 2 && PER_CHANNEL && ONE_ROW_A_LANE && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
+constexpr bool HALF_STATES = sizeof(STATE) == 2 && (GRAM || PER_CHANNEL) && ONE_ROW_A_LANE && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
                              power_of_two(WARP_ROWS) && WARP_ROWS % 8 == 0;
 
 // c of the history, then of the tokens.

@@ -5,6 +5,7 @@
 #include "delta_fold.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
+#include "delta_token_read.cuh"
 #include "kda_fold.cuh"
 #include "kda_read.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -144,6 +145,8 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
                 if constexpr (KDA_READS_TOKEN) {
                     return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
+                } else if constexpr (BY_EIGHTS) {
+                    return TokenRead<STATE>(block, *reinterpret_cast<ReadShared*>(memory)).run();
                 } else {
                     ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
                     return read_step(block, shared, shared.barriers);

@@ -4,6 +4,8 @@
 #include "delta_read_tiles.cuh"
 #include "ptx/bulk_copy.cuh"
 
+static_assert(!HALF_STATES || !READS || BY_EIGHTS || PER_CHANNEL, "a step that nothing else reads");
+
 // T: of the state.
 template <typename T>
 struct TokenProduct {
