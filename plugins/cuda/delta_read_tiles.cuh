@@ -47,6 +47,9 @@ constexpr int STAGES = MATRIX ? 1 : !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMAL
 
 constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
                        VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
+// Forms of a single token's: kda_read.cuh, delta_token_read.cuh.
+constexpr bool KDA_READS_TOKEN = READS && BY_EIGHTS && PER_CHANNEL && KEY_DIM % 64 == 0;
+constexpr bool READS_TOKEN = READS && BY_EIGHTS && !KDA_READS_TOKEN;
 
 // On which tiles and the ring's values arrive. Nothing else may lie where a barrier has been: a step that folds after it has read has them
 // apart from what the fold takes over.

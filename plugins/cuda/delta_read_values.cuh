@@ -74,7 +74,7 @@ struct ReadValues {
                 if (i < tokens) o[i] = fmaf(adjoint.c[n][j][i], v, o[i]);
         }
         for (int j = 0; j < tokens; ++j) {
-            const float v = ONE_ROW_A_LANE ? to_float(own[n]) : to_float(in.v[n][j][row]);
+            const float v = ONE_ROW_A_LANE ? late_float(own[n]) : to_float(in.v[n][j][row]);
             if (!ANSWERS_FIRST || !w.row.absorbs()) w.t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
 #pragma unroll
             for (int i = 0; i < READ_TOKENS; ++i)

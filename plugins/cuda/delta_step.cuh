@@ -22,6 +22,7 @@ static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = KDA_READS_TOKEN     ? sizeof(KdaTokenShared)
+                           : READS_TOKEN       ? sizeof(TokenShared)
                            : READS             ? sizeof(ReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
@@ -100,11 +101,15 @@ __device__ __forceinline__ void find_folded(Row& row) {
 }
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    constexpr int BARRIER_BYTES = READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
+    constexpr int BARRIER_BYTES = READS_TOKEN ? int(sizeof(ReadBarriers) + sizeof(u64)) : READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
-    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
+    const auto init = [] {
+        if constexpr (READS_TOKEN) TokenRead<STATE>::init();
+    };
+    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, init) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
+    if (!IN_TURN) init();
     Row& row = block.row;
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
@@ -145,8 +150,8 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
                 if constexpr (KDA_READS_TOKEN) {
                     return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
-                } else if constexpr (BY_EIGHTS) {
-                    return TokenRead<STATE>(block, *reinterpret_cast<ReadShared*>(memory)).run();
+                } else if constexpr (READS_TOKEN) {
+                    return TokenRead<STATE>(block, *reinterpret_cast<TokenShared*>(memory)).run();
                 } else {
                     ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
                     return read_step(block, shared, shared.barriers);

@@ -3,30 +3,43 @@
 #pragma once
 #include "delta_token_product.cuh"
 
+struct TokenShared {
+    alignas(128) STATE tiles[WARPS][STAGES][TILE_ROWS][KEY_DIM];
+    alignas(16) ReadInputs in;
+};
+
 // T: of the state.
 template <typename T>
 struct TokenRead {
     const Work& w;
-    ReadShared& shared;
     ReadInputs& in;
     Either<GRAM, Gram<ACT, FloatAdjoint>, FloatChains>::type adjoint;
     TokenProduct<T> product;
     ReadValues values;
 
-    __device__ TokenRead(const Work& work, ReadShared& memory)
-        : w(work), shared(memory), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results),
-          product(work, memory.tiles, memory.barriers.tiles),
-          values(work, memory.in.values, memory.barriers.values, memory.in.results) {}
+    // Nothing else may lie where they have been: a fold takes over the rest.
+    __device__ static ReadBarriers& barriers() {
+        __shared__ ReadBarriers ready;
+        return ready;
+    }
+    // Ahead of everything, while the row's plan is on its way. All threads meet before one uses them.
+    __device__ static void init() {
+        if (threadIdx.x) return;
+        for (int warp = 0; warp < WARPS; ++warp)
+            for (int stage = 0; stage < STAGES; ++stage) init_barrier(&barriers().tiles[warp][stage]);
+        init_barrier(&barriers().values);
+        publish_barriers();
+    }
 
-    // What memory has to answer for first comes first, the tiles last.
+    __device__ TokenRead(const Work& work, TokenShared& memory)
+        : w(work), in(memory.in), adjoint(work, memory.in.adjoint, memory.in.results), product(work, memory.tiles, barriers().tiles),
+          values(work, memory.in.values, barriers().values, memory.in.results) {}
+
+    // What threads wait for first comes first.
     __device__ void request() {
         adjoint.request();
         if (product.has_row()) values.load_own(product.row());
-        if (product.lane == 0) {
-            product.init();
-            values.init();
-            publish_barriers();
-        }
+        __syncthreads();  // barriers
         values.request_ring();
         product.request_first();
     }

@@ -5,8 +5,6 @@
 #pragma once
 #include "delta_token_product.cuh"
 
-constexpr bool KDA_READS_TOKEN = READS && PER_CHANNEL && BY_EIGHTS && KEY_DIM % 64 == 0 && KEY_DIM <= THREADS;
-
 struct KdaTokenShared {
     alignas(128) STATE tiles[WARPS][STAGES][TILE_ROWS][KEY_DIM];
     RING_K ring_k[READ_HISTORY][KEY_DIM];
@@ -116,10 +114,10 @@ struct KdaTokenRead {
         if (warp) return;
         float k[LANE_COLS];
 #pragma unroll
-        for (int i = 0; i < LANE_COLS; ++i) x[i] = to_float(own.q.v[i]), k[i] = to_float(own.k.v[i]);
+        for (int i = 0; i < LANE_COLS; ++i) x[i] = late_float(own.q.v[i]), k[i] = late_float(own.k.v[i]);
         float sums[3] = {dot(x, x), dot(k, k), dot(x, k)};
         sum_all<32>(sums);
-        const float beta = w.beta(to_float(own.beta_logit)), norm = rsqrtf(sums[1] + NORM_EPSILON);
+        const float beta = w.beta(late_float(own.beta_logit)), norm = rsqrtf(sums[1] + NORM_EPSILON);
         const float scale = rsqrtf(sums[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM)), c = beta * norm * (sums[2] * scale);
 #pragma unroll
         for (int i = 0; i < LANE_COLS; ++i) x[i] = fmaf(x[i], scale, -c * norm * k[i]);
