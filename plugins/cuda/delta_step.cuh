@@ -100,16 +100,20 @@ __device__ __forceinline__ void find_folded(Row& row) {
     __syncthreads();
 }
 
+// What does not need a row's plan.
+struct AheadOfRead {
+    __device__ __forceinline__ void operator()() const {
+        if constexpr (READS_TOKEN) TokenRead<STATE>::init();
+    }
+};
+
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     constexpr int BARRIER_BYTES = READS_TOKEN ? int(sizeof(ReadBarriers) + sizeof(u64)) : READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
-    const auto init = [] {
-        if constexpr (READS_TOKEN) TokenRead<STATE>::init();
-    };
-    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, init) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
-    if (!IN_TURN) init();
+    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
+    if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
