@@ -30,13 +30,29 @@ struct Either<false, A, B> {
     typedef B type;
 };
 
-// In float32, as the checkpoint's products take it.
+// In an upper and a lower part of 16 bits.
+template <typename T, int N>
+__device__ __forceinline__ void store_parts(T (*to)[N], int at, float value) {
+    const T upper = round_quickly<T>(value);
+    to[0][at] = upper;
+    to[1][at] = round_quickly<T>(value - to_float(upper));
+}
+
+// In float32, as the checkpoint's products take it, but for those of HALF_STATES.
 struct FloatAdjoint {
-    alignas(16) float x[HEADS][READ_TOKENS][KEY_PADDED];
+    union {
+        alignas(16) float x[HEADS][READ_TOKENS][KEY_PADDED];
+        STATE parts[HEADS][HALF_STATES ? 2 : 1][KEY_DIM];
+    };
     alignas(16) StepSums c;
     float unit[HEADS][READ_TOKENS];  // by which products with x are to be multiplied
 
-    __device__ __forceinline__ void store(int n, int token, int column, float value) { x[n][token][column] = value; }
+    __device__ __forceinline__ void store(int n, int token, int column, float value) {
+        if constexpr (HALF_STATES)
+            store_parts(parts[n], column, value);
+        else
+            x[n][token][column] = value;
+    }
     __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) { c[n][entry][token] = value; }
 };
 
@@ -55,14 +71,6 @@ struct Adjoint {
     }
     __device__ __forceinline__ void store_sum(int n, int token, int entry, float value) {
         store_parts(c[n][token], entry, value * SUM_UNIT);
-    }
-
-private:
-    template <typename U, int N>
-    __device__ __forceinline__ static void store_parts(U (&to)[2][N], int at, float value) {
-        const U upper = round_quickly<U>(value);
-        to[0][at] = upper;
-        to[1][at] = round_quickly<U>(value - to_float(upper));
     }
 };
 

@@ -8,7 +8,7 @@
 // one formula for scalar and per-channel decays, and no exponent above zero. The x and c do not depend on S0, so the
 // state's tiles are requested first and arrive while the warps work out the x of their tokens. A block may have several heads, so
 // that more of the state stands behind each wait for them. The product of four tokens or more runs on tensor cores
-// (delta_read_matrix.cuh).
+// (delta_read_matrix.cuh), a single token mostly has a form of its own (delta_token_read.cuh).
 #pragma once
 #include "delta_read_tiles.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -46,7 +46,7 @@ struct Read {
     // The ring's live rows and the step's k and v first, since the chains wait for them, then every warp's first tiles.
     __device__ void request() {
         if (lane == 0) {
-            if (threadIdx.x == ReadValues::REQUESTING) init_barrier(&ready.values);
+            values.init();
             if (!MATRIX)
                 for (int s = 0; s < STAGES; ++s) init_barrier(&ready.tiles[warp][s]);
             publish_barriers();
@@ -90,49 +90,6 @@ struct Read {
             for (int n = 0; n < KEPT<32, SUMS>; ++n) {
                 const int at = first_kept<32, SUMS>(lane) + n;
                 o[at % GROUP][at / GROUP] = sums[n];
-            }
-        }
-    }
-
-    // The same of a single token, by ROW_LANES lanes a row.
-    __device__ void read_rows() {
-        constexpr int VECTORS = BY_EIGHTS ? KEY_DIM / (ROW_LANES * ROW_VECTOR) : 1;
-        constexpr int PASSES = BY_EIGHTS ? TILE_ROWS / ROWS_AT_ONCE : 1, SUMS = BY_EIGHTS ? HEAD_TILES * PASSES : 1;
-        const int row = lane / ROW_LANES, column = lane % ROW_LANES * ROW_VECTOR;
-#pragma unroll 1
-        for (int n = 0; n < HEADS; ++n) {
-            float x[VECTORS][ROW_VECTOR], sums[SUMS];
-#pragma unroll
-            for (int v = 0; v < VECTORS; ++v)
-#pragma unroll
-                for (int i = 0; i < ROW_VECTOR; i += 4)
-                    load_vector<4>(&in.results.x[n][0][v * ROW_LANES * ROW_VECTOR + column + i], &x[v][i]);
-#pragma unroll
-            for (int head_tile = 0; head_tile < SUMS / PASSES; ++head_tile) {
-                const int tile = n * HEAD_TILES + head_tile, stage = tile % STAGES;
-                wait_barrier(&ready.tiles[warp][stage], tile / STAGES % 2);
-#pragma unroll
-                for (int pass = 0; pass < PASSES; ++pass) {
-                    const STATE* from = shared.tiles[warp][stage][pass * ROWS_AT_ONCE + row] + column;
-                    float sum = 0.0f;
-#pragma unroll
-                    for (int v = 0; v < VECTORS; ++v) {
-                        float s[ROW_VECTOR];
-                        load_vector<ROW_VECTOR>(from + v * ROW_LANES * ROW_VECTOR, s);
-#pragma unroll
-                        for (int i = 0; i < ROW_VECTOR; ++i) sum = fmaf(s[i], x[v][i], sum);
-                    }
-                    sums[head_tile * PASSES + pass] = sum;
-                }
-                if (tile + STAGES >= TILES) continue;
-                __syncwarp();
-                if (lane == 0) request_tile(tile + STAGES);
-            }
-            sum_scattered<ROW_LANES>(sums, lane);
-            if (lane % COPIES<ROW_LANES, SUMS> == 0) {
-#pragma unroll
-                for (int i = 0; i < KEPT<ROW_LANES, SUMS>; ++i)
-                    in.o[n][0][warp * WARP_ROWS + (first_kept<ROW_LANES, SUMS>(lane) + i) * ROWS_AT_ONCE + row] = sums[i];
             }
         }
     }
@@ -196,8 +153,6 @@ __device__ __forceinline__ void read_step(const Work& w, ReadShared& shared, Rea
     if (w.row.folded > 0) {
         if constexpr (MATRIX)
             read.matrix().run();
-        else if constexpr (BY_EIGHTS)
-            read.read_rows();
         else
             read.read_state();
     }

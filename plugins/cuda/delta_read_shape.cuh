@@ -33,8 +33,7 @@ constexpr bool READS_ALL = COPIED || ANSWERS_FIRST || FOLD_ANSWERS;
 constexpr int FEWEST_TOKENS = READ_TOKENS == 1 ? 2 : READ_TOKENS / 2 + 1;
 constexpr int SHORT_HISTORY = WINDOW > FEWEST_TOKENS ? WINDOW - FEWEST_TOKENS : 1;
 constexpr int READ_HISTORY = READS_ALL ? MOST_HISTORY : SHORT_HISTORY;
-// Heads that a block answers for at a time: one after another where a single token's decays are per channel (kda_read.cuh).
-constexpr int HEADS = PER_CHANNEL && READ_TOKENS == 1 ? 1 : HEADS_A_BLOCK;
+constexpr int HEADS = HEADS_A_BLOCK;
 constexpr int KEYS = HEADS > HEADS_PER_KEY ? HEADS / HEADS_PER_KEY : 1;  // key heads of the block
 constexpr int HEAD_WARPS = WARPS / HEADS;                                 // warps for the chains of a head
 constexpr int CHAINS = (READ_TOKENS + HEAD_WARPS - 1) / HEAD_WARPS;       // tokens of a warp
@@ -46,6 +45,14 @@ constexpr int ENTRY_ROWS = ((READS_ALL ? MOST_HISTORY + READ_TOKENS : WINDOW) + 
 constexpr int ENTRIES = (ENTRY_ROWS + 15) / 16 * 16;
 // The adjoint is formed from products of all keys with each other (delta_gram.cuh); otherwise by chains (delta_chains.cuh).
 constexpr bool GRAM = GRAM_KEYS && ENTRIES <= 32;
+
+constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
+// A single token's value is one element a lane, in a register.
+constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
+constexpr bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
+// 16-bit states are multiplied with a single token on tensor cores, by x in two parts (delta_token_product.cuh).
+constexpr bool HALF_STATES = sizeof(STATE) == 2 && (GRAM || PER_CHANNEL) && ONE_ROW_A_LANE && KEY_DIM % 64 == 0 && KEY_DIM <= 128 &&
+                             power_of_two(WARP_ROWS) && WARP_ROWS % 8 == 0;
 
 // c of the history, then of the tokens.
 constexpr int MOST_SUMS = GRAM ? ENTRIES : READ_HISTORY + READ_TOKENS;

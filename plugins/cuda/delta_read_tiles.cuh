@@ -22,11 +22,10 @@ constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(siz
 // A single token's product: eight lanes have a state row, 16 bytes at a time, and keep their sums until a head's rows are through.
 // Tiles are small, and as many as fit are on their way.
 constexpr int ROW_LANES = 8, ROWS_AT_ONCE = 32 / ROW_LANES, ROW_VECTOR = 16 / int(sizeof(STATE));
-constexpr bool power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 constexpr int small_tile_rows(int rows) { return rows > ROWS_AT_ONCE && rows * ROW_BYTES > 2048 ? small_tile_rows(rows / 2) : rows; }
 constexpr int SMALL_TILE_ROWS = small_tile_rows(WARP_ROWS), SMALL_TILES = HEADS * (WARP_ROWS / SMALL_TILE_ROWS);
 constexpr int SMALL_TILES_THAT_FIT = TILE_ROOM > 0 ? TILE_ROOM / tiles_bytes(SMALL_TILE_ROWS) : 0;
-constexpr bool BY_EIGHTS = READ_TOKENS == 1 && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
+constexpr bool BY_EIGHTS = ONE_ROW_A_LANE && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
                            power_of_two(WARP_ROWS) && WARP_ROWS % ROWS_AT_ONCE == 0 && SMALL_TILES_THAT_FIT >= 2;
 
 // State rows of another tile: as many as shared memory holds, 4 KB at most.
@@ -48,6 +47,9 @@ constexpr int STAGES = MATRIX ? 1 : !BY_EIGHTS ? 2 : SMALL_TILES_THAT_FIT < SMAL
 
 constexpr bool READS = !COPIED && TOKENS > 0 && !(TOKENS == 1 && WINDOW == 1) && WIDE && !DERIVED &&
                        VALUE_DIM % SPLIT == 0 && SLICE % 16 == 0 && TILES_FIT;
+// Forms of a single token's: kda_read.cuh, delta_token_read.cuh.
+constexpr bool KDA_READS_TOKEN = READS && BY_EIGHTS && PER_CHANNEL && KEY_DIM % 64 == 0;
+constexpr bool READS_TOKEN = READS && BY_EIGHTS && !KDA_READS_TOKEN;
 
 // On which tiles and the ring's values arrive. Nothing else may lie where a barrier has been: a step that folds after it has read has them
 // apart from what the fold takes over.

@@ -2,10 +2,6 @@
 #pragma once
 #include "delta_adjoint.cuh"
 
-constexpr int WARP_ROWS = SLICE / WARPS > 0 ? SLICE / WARPS : 1;
-// A single token's value is one element a lane, in a register.
-constexpr bool ONE_ROW_A_LANE = READ_TOKENS == 1 && WARP_ROWS <= 32;
-
 struct ValueInputs {
     alignas(16) RING ring[HEADS][READ_HISTORY][SLICE];
     alignas(16) ACT v[ONE_ROW_A_LANE ? 1 : HEADS][READ_TOKENS][ONE_ROW_A_LANE ? 8 : SLICE];
@@ -17,7 +13,7 @@ struct ReadValues {
     u64& ready;
     const FloatAdjoint& adjoint;
     const int warp, lane, history, tokens;
-    float own[HEADS];
+    ACT own[HEADS];
 
     __device__ ReadValues(const Work& work, ValueInputs& inputs, u64& barrier, const FloatAdjoint& results)
         : w(work), in(inputs), ready(barrier), adjoint(results), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
@@ -27,7 +23,10 @@ struct ReadValues {
     static constexpr bool WHOLE = SPLIT == 1;
     static constexpr int REQUESTING = THREADS - 64;  // the thread that initialises their barrier and requests them
 
-    __device__ void request() {
+    __device__ void init() const {
+        if (threadIdx.x == REQUESTING) init_barrier(&ready);
+    }
+    __device__ void request_ring() const {
         if (WHOLE && threadIdx.x == REQUESTING) {
             expect_bytes(&ready, history * HEADS * int(sizeof(in.ring[0][0])));
 #pragma unroll
@@ -43,10 +42,16 @@ struct ReadValues {
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n)
                     request_row<SLICE>(in.ring[n][j], w.t.ring_v + w.of_head(n).ring_v_at(w.history_row(j)), lane);
-        if constexpr (ONE_ROW_A_LANE) {
+    }
+    // A single token's at the lane's value row, of all heads.
+    __device__ void load_own(int row) {
 #pragma unroll
-            for (int n = 0; n < HEADS; ++n)
-                if (lane < WARP_ROWS) own[n] = to_float(w.of_head(n).v(0)[warp * WARP_ROWS + lane]);
+        for (int n = 0; n < HEADS; ++n) own[n] = w.of_head(n).v(0)[row];
+    }
+    __device__ void request() {
+        request_ring();
+        if constexpr (ONE_ROW_A_LANE) {
+            if (lane < WARP_ROWS) load_own(warp * WARP_ROWS + lane);
         } else {
 #pragma unroll 1
             for (int i = warp; i < tokens; i += WARPS)
@@ -69,7 +74,7 @@ struct ReadValues {
                 if (i < tokens) o[i] = fmaf(adjoint.c[n][j][i], v, o[i]);
         }
         for (int j = 0; j < tokens; ++j) {
-            const float v = ONE_ROW_A_LANE ? own[n] : to_float(in.v[n][j][row]);
+            const float v = ONE_ROW_A_LANE ? late_float(own[n]) : to_float(in.v[n][j][row]);
             if (!ANSWERS_FIRST || !w.row.absorbs()) w.t.ring_v_out[head.ring_v_at(w.append_row(j)) + row] = from_float<RING>(v);
 #pragma unroll
             for (int i = 0; i < READ_TOKENS; ++i)

@@ -5,6 +5,7 @@
 #include "delta_fold.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
+#include "delta_token_read.cuh"
 #include "kda_fold.cuh"
 #include "kda_read.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -20,7 +21,8 @@ constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way is compiled");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int READ_BYTES = HEAD_AFTER_HEAD     ? sizeof(HeadReadShared)
+constexpr int READ_BYTES = KDA_READS_TOKEN     ? sizeof(KdaTokenShared)
+                           : READS_TOKEN       ? sizeof(TokenShared)
                            : READS             ? sizeof(ReadShared)
                            : READS_COPY        ? sizeof(CopyReadShared)
                            : ANSWERS_FROM_COPY ? sizeof(RecurrentShared)
@@ -98,12 +100,20 @@ __device__ __forceinline__ void find_folded(Row& row) {
     __syncthreads();
 }
 
+// What does not need a row's plan.
+struct AheadOfRead {
+    __device__ __forceinline__ void operator()() const {
+        if constexpr (READS_TOKEN) TokenRead<STATE>::init();
+    }
+};
+
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    constexpr int BARRIER_BYTES = READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
+    constexpr int BARRIER_BYTES = READS_TOKEN ? int(sizeof(ReadBarriers) + sizeof(u64)) : READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
-    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
+    Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
+    if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
@@ -142,8 +152,10 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
         if constexpr (READS) {
             if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
-                if constexpr (HEAD_AFTER_HEAD) {
-                    return HeadRead<STATE>(block, *reinterpret_cast<HeadReadShared*>(memory)).run();
+                if constexpr (KDA_READS_TOKEN) {
+                    return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
+                } else if constexpr (READS_TOKEN) {
+                    return TokenRead<STATE>(block, *reinterpret_cast<TokenShared*>(memory)).run();
                 } else {
                     ReadShared& shared = *reinterpret_cast<ReadShared*>(memory);
                     return read_step(block, shared, shared.barriers);

@@ -1,16 +1,11 @@
-// The answer to one token of Kimi Delta Attention from the checkpoint and the ring (formulas: delta_read.cuh), head after head.
+// The answer to one token of Kimi Delta Attention from the checkpoint and the ring (formulas: delta_read.cuh).
 //
-// A block has several heads of a row. While it multiplies one's state, inputs of the next are on their way, and tiles follow each other
-// across heads, so that memory is never without requests. Products of ring keys are formed by all warps, beside gates and what the token
-// has to do with itself; the first warp walks along the ring alone. Every lane ends with one value row of its warp.
+// Products of ring keys are formed by all warps, beside gates and what the token has to do with itself; the first warp walks along the
+// ring alone.
 #pragma once
-#include "delta_read.cuh"
+#include "delta_token_product.cuh"
 
-constexpr bool HEAD_AFTER_HEAD = READS && PER_CHANNEL && BY_EIGHTS && ONE_ROW_A_LANE && KEY_DIM % 64 == 0 && KEY_DIM <= THREADS;
-// 16-bit states are multiplied on tensor cores, by x in two parts.
-constexpr bool HALF_STATES = sizeof(STATE) == 2 && TILE_ROWS % 8 == 0;
-
-struct HeadReadShared {
+struct KdaTokenShared {
     alignas(128) STATE tiles[WARPS][STAGES][TILE_ROWS][KEY_DIM];
     RING_K ring_k[READ_HISTORY][KEY_DIM];
     alignas(16) float ring_g[READ_HISTORY][KEY_DIM];
@@ -39,16 +34,16 @@ struct LaneBeta {
 };
 
 template <typename T>
-struct HeadRead {
-    const Work& block;
-    HeadReadShared& shared;
+struct KdaTokenRead {
+    const Work& w;
+    KdaTokenShared& shared;
     const int warp, lane, history;
-    const STATE* state;  // of the warp's first row
+    TokenProduct<T> product;
     HeldInputs own;
 
-    __device__ HeadRead(const Work& w, HeadReadShared& memory)
-        : block(w), shared(memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(w.row.history()),
-          state(w.t.state + w.state_at(u32(threadIdx.x) / 32 * WARP_ROWS)) {}
+    __device__ KdaTokenRead(const Work& work, KdaTokenShared& memory)
+        : w(work), shared(memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(work.row.history()),
+          product(work, memory.tiles, memory.tiles_ready) {}
 
     // ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -58,25 +53,13 @@ struct HeadRead {
     // Behind it, all threads meet before one waits.
     __device__ void init() const {
         if (lane) return;
-        for (int s = 0; s < STAGES; ++s) init_barrier(&shared.tiles_ready[warp][s]);
+        product.init();
         if (threadIdx.x == KEYS_FROM) init_barrier(&shared.keys_ready);
         if (threadIdx.x == VALUES_FROM) init_barrier(&shared.values_ready);
         publish_barriers();
     }
 
-    __device__ void request_tile(int tile) const {
-        u64* barrier = &shared.tiles_ready[warp][tile % STAGES];
-        constexpr u32 BYTES = TILE_ROWS * ROW_BYTES;
-        expect_bytes(barrier, BYTES);
-        const STATE* from = state + (tile / HEAD_TILES * VALUE_DIM + tile % HEAD_TILES * TILE_ROWS) * KEY_DIM;
-        stream_to_shared(shared.tiles[warp][tile % STAGES], from, BYTES, barrier);
-    }
-    __device__ void request_first_tiles() const {
-        if (block.row.folded > 0 && lane == 0)
-            for (int tile = 0; tile < STAGES; ++tile) request_tile(tile);
-    }
-
-    __device__ void request(const Work& w) {
+    __device__ void request() {
         const int channel = threadIdx.x;
         if (channel < KEY_DIM) {
             own.logit = w.t.gate[w.token(0) * w.t.gate_stride + w.gate_at(channel)];
@@ -88,8 +71,8 @@ struct HeadRead {
             own.k = *reinterpret_cast<const vec<ACT, LANE_COLS>*>(w.k(0) + LANE_COLS * lane);
             own.beta_logit = w.t.beta[w.token(0) * w.t.beta_stride + w.head()];
         }
-        own.ring_beta = ring_beta(w, history - 1 - first_block() * CHAIN_BLOCK);
-        if (has_row()) own.v = w.v(0)[warp * WARP_ROWS + lane_row()];
+        own.ring_beta = ring_beta(history - 1 - first_block() * CHAIN_BLOCK);
+        if (product.has_row()) own.v = w.v(0)[product.row()];
         if (threadIdx.x == KEYS_FROM) {
             expect_bytes(&shared.keys_ready, history * int(sizeof(shared.ring_k[0]) + sizeof(shared.ring_g[0])));
             for_ring_spans(w, [&](int to, int row, int count) {
@@ -115,13 +98,13 @@ struct HeadRead {
     // Ring blocks go round the warps from the last one on.
     __device__ int first_block() const { return WARPS - 1 - warp; }
     // What the lane takes to the products of the ring block whose newest entry is j.
-    __device__ float ring_beta(const Work& w, int j) const {
+    __device__ float ring_beta(int j) const {
         const int entry = j - block_entry<CHAIN_BLOCK>(lane);
         return entry >= 0 ? w.t.ring_beta[w.ring_beta_at(w.history_row(entry))] : 0.0f;
     }
 
     // Gates and their appends; of the first warp, x and c of the token itself but for its decay.
-    __device__ void begin(const Work& w, float (&x)[LANE_COLS]) const {
+    __device__ void begin(float (&x)[LANE_COLS]) const {
         const int channel = threadIdx.x, to = w.append_row(0);
         if (channel < KEY_DIM) {
             const float g = w.log_decay(expf(own.log_rate), to_float(own.logit) + own.bias);
@@ -131,10 +114,10 @@ struct HeadRead {
         if (warp) return;
         float k[LANE_COLS];
 #pragma unroll
-        for (int i = 0; i < LANE_COLS; ++i) x[i] = to_float(own.q.v[i]), k[i] = to_float(own.k.v[i]);
+        for (int i = 0; i < LANE_COLS; ++i) x[i] = late_float(own.q.v[i]), k[i] = late_float(own.k.v[i]);
         float sums[3] = {dot(x, x), dot(k, k), dot(x, k)};
         sum_all<32>(sums);
-        const float beta = w.beta(to_float(own.beta_logit)), norm = rsqrtf(sums[1] + NORM_EPSILON);
+        const float beta = w.beta(late_float(own.beta_logit)), norm = rsqrtf(sums[1] + NORM_EPSILON);
         const float scale = rsqrtf(sums[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM)), c = beta * norm * (sums[2] * scale);
 #pragma unroll
         for (int i = 0; i < LANE_COLS; ++i) x[i] = fmaf(x[i], scale, -c * norm * k[i]);
@@ -144,17 +127,17 @@ struct HeadRead {
         if (w.leads_head()) w.t.ring_beta_out[w.ring_beta_at(to)] = beta;
     }
 
-    __device__ void multiply_keys(const Work& w, int parity) const {
+    __device__ void multiply_keys() const {
         int block = first_block(), j = history - 1 - block * CHAIN_BLOCK;
         if (j < 0) return;
         float beta = own.ring_beta;
-        wait_barrier(&shared.keys_ready, parity);
+        wait_barrier(&shared.keys_ready, 0);
 #pragma unroll 1
         while (true) {
             multiply_block<CHAIN_BLOCK>(shared.blocks[block], lane, shared.ring_k[j], shared.ring_g[j], LaneBeta{beta}, j + 1);
             block += WARPS, j -= WARPS * CHAIN_BLOCK;
             if (RING_BLOCKS <= WARPS || j < 0) return;
-            beta = ring_beta(w, j);
+            beta = ring_beta(j);
         }
     }
 
@@ -216,17 +199,10 @@ struct HeadRead {
 
     // ---- the answer ----------------------------------------------------------------------------------------------------
 
-    // Rows of the warp that lanes end with, one each.
-    static constexpr int SUMS = WARP_ROWS / ROWS_AT_ONCE;
-    __device__ bool has_row() const { return HALF_STATES ? lane < WARP_ROWS : lane % COPIES<ROW_LANES, SUMS> == 0; }
-    __device__ int lane_row() const {
-        return HALF_STATES ? lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2 : first_kept<ROW_LANES, SUMS>(lane) * ROWS_AT_ONCE + lane / ROW_LANES;
-    }
-
     // sum_j c_j v_j of the lane's row; appends the token's v.
-    __device__ float updates(const Work& w) const {
-        if (!has_row()) return 0.0f;
-        const int row = warp * WARP_ROWS + lane_row();
+    __device__ float updates() const {
+        if (!product.has_row()) return 0.0f;
+        const int row = product.row();
         const float v = to_float(own.v);
         w.t.ring_v_out[w.ring_v_at(w.append_row(0)) + row] = from_float<RING>(v);
         float sum = shared.c[history] * v;
@@ -234,115 +210,26 @@ struct HeadRead {
         return sum;
     }
 
-    // Behind a tile's rows.
-    __device__ void request_next(int tile) const {
-        if (tile + STAGES >= HEADS_A_BLOCK * HEAD_TILES) return;
-        __syncwarp();
-        if (lane == 0) request_tile(tile + STAGES);
-    }
-    __device__ const STATE (*arrived(int tile) const)[KEY_DIM] {
-        wait_barrier(&shared.tiles_ready[warp][tile % STAGES], tile / STAGES % 2);
-        return shared.tiles[warp][tile % STAGES];
-    }
-
-    // Eight rows are the columns of a product whose rows are the upper and the lower part of x, each several times. Lane 4 g + t has state
-    // row g, of which an even row's half of 128 bytes comes first where an odd one's comes last: it takes them from different banks.
-    __device__ float multiply_halves(int n) const {
-        constexpr int PARTS = KEY_DIM / 32;
-        const bool odd = lane / 4 % 2;
-        const auto column = [=](int part) { return 8 * (lane % 4 + 4 * (part ^ int(odd))); };
-        vec<u32, 4> x[PARTS][2];
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) x[part][i] = *reinterpret_cast<const vec<u32, 4>*>(shared.parts[i] + column(part));
-        float product = 0.0f;
-#pragma unroll
-        for (int head_tile = 0; head_tile < HEAD_TILES; ++head_tile) {
-            const int tile = n * HEAD_TILES + head_tile;
-            const STATE(*rows)[KEY_DIM] = arrived(tile);
-#pragma unroll
-            for (int row = 0; row < TILE_ROWS; row += 8) {
-                Accumulator sums[2] = {};
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    const auto s = *reinterpret_cast<const vec<u32, 4>*>(rows[row + lane / 4] + column(part));
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        mma_16bit<T>(sums[i], {x[part][0].v[2 * i], x[part][1].v[2 * i], x[part][0].v[2 * i + 1], x[part][1].v[2 * i + 1]},
-                                     s.v[2 * i], s.v[2 * i + 1]);
-                }
-                // Of the lane's columns 2 t and 2 t + 1, the one whose halves came as those of its part of x.
-                const float even = (sums[0].v[0] + sums[1].v[0]) + (sums[0].v[2] + sums[1].v[2]);
-                const float other = (sums[0].v[1] + sums[1].v[1]) + (sums[0].v[3] + sums[1].v[3]);
-                if (lane / 8 == (head_tile * TILE_ROWS + row) / 8) product = odd ? other : even;
-            }
-            request_next(tile);
-        }
-        return same_type<T, fp16>::value ? product * shared.unit : product;
-    }
-
-    // ROW_LANES lanes have a row.
-    __device__ float multiply_rows(int n) const {
-        constexpr int VECTORS = KEY_DIM / (ROW_LANES * ROW_VECTOR), PASSES = TILE_ROWS / ROWS_AT_ONCE;
-        const int row = lane / ROW_LANES, column = lane % ROW_LANES * ROW_VECTOR;
-        float x[VECTORS][ROW_VECTOR], sums[SUMS];
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v)
-#pragma unroll
-            for (int i = 0; i < ROW_VECTOR; i += 4) load_vector<4>(&shared.x[v * ROW_LANES * ROW_VECTOR + column + i], &x[v][i]);
-#pragma unroll
-        for (int head_tile = 0; head_tile < HEAD_TILES; ++head_tile) {
-            const int tile = n * HEAD_TILES + head_tile;
-            const STATE(*rows)[KEY_DIM] = arrived(tile);
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int v = 0; v < VECTORS; ++v) {
-                    float s[ROW_VECTOR];
-                    load_vector<ROW_VECTOR>(rows[pass * ROWS_AT_ONCE + row] + column + v * ROW_LANES * ROW_VECTOR, s);
-#pragma unroll
-                    for (int i = 0; i < ROW_VECTOR; ++i) sum = fmaf(s[i], x[v][i], sum);
-                }
-                sums[head_tile * PASSES + pass] = sum;
-            }
-            request_next(tile);
-        }
-        sum_scattered<ROW_LANES>(sums, lane);
-        return sums[0];
-    }
-
     __device__ void run() {
         init();
-        request(block);
-        request_first_tiles();
+        request();
+        product.request_first();
         __syncthreads();  // barriers
-#pragma unroll 1
-        for (int n = 0; n < HEADS_A_BLOCK; ++n) {
-            const Work w = block.of_head(n);
-            float x[LANE_COLS];
-            begin(w, x);
-            multiply_keys(w, n % 2);
-            if constexpr (!WHOLE) wait_copies();
-            __syncthreads();
-            if (warp == 0) walk(x);
-            __syncthreads();
-            if (WHOLE) wait_barrier(&shared.values_ready, n % 2);
-            float o = updates(w);
-            if (n + 1 < HEADS_A_BLOCK) {
-                // The copy engine writes where threads have written decays.
-                fence_async_proxy();
-                __syncthreads();
-                request(block.of_head(n + 1));
-            }
-            if (block.row.folded > 0) {
-                if constexpr (HALF_STATES)
-                    o += multiply_halves(n);
-                else
-                    o += multiply_rows(n);
-            }
-            if (has_row()) w.o(0)[warp * WARP_ROWS + lane_row()] = from_float<ACT>(o);
+        float x[LANE_COLS];
+        begin(x);
+        multiply_keys();
+        if constexpr (!WHOLE) wait_copies();
+        __syncthreads();
+        if (warp == 0) walk(x);
+        __syncthreads();
+        if (WHOLE) wait_barrier(&shared.values_ready, 0);
+        float o = updates();
+        if (w.row.folded > 0) {
+            if constexpr (HALF_STATES)
+                o += product.multiply(0, shared.parts) * (same_type<T, fp16>::value ? shared.unit : 1.0f);
+            else
+                o += product.multiply(0, shared.x);
         }
+        if (product.has_row()) w.o(0)[product.row()] = from_float<ACT>(o);
     }
 };

@@ -24,18 +24,24 @@ __device__ __forceinline__ Row load_row(const int* step, int row, int max_tokens
     return {head.x, head.y, head.z, head.w, min(query_len, max_tokens)};
 }
 
-// The row that is taken up as number `turn`, and its number: rows that fold, which takes longer, come first.
+// The row that is taken up as number `turn`, and its number: rows that fold, which takes longer, come first. meanwhile(): called while its
+// plan is on its way.
 struct RowInTurn : Row {
     int number;
 };
 
-__device__ __forceinline__ RowInTurn load_row_in_turn(const int* step, int turn, int max_tokens) {
+template <typename Meanwhile>
+__device__ __forceinline__ RowInTurn load_row_in_turn(const int* step, int turn, int max_tokens, Meanwhile meanwhile) {
     const int4* rows = reinterpret_cast<const int4*>(step);
     constexpr int VECTORS = STEP_WORDS / 4;
     int4 head = rows[turn * VECTORS], rest = rows[turn * VECTORS + 1];
     static_assert(TURN_WORD == 6, "rest.z");
+    meanwhile();
     const int number = turn + rest.z;
     // Most steps fold all rows or none, and then a row is taken up in its own turn: its plan is there already.
     if (number != turn) head = rows[number * VECTORS], rest = rows[number * VECTORS + 1];
     return {{head.x, head.y, head.z, head.w, min(rest.x, max_tokens)}, number};
+}
+__device__ __forceinline__ RowInTurn load_row_in_turn(const int* step, int turn, int max_tokens) {
+    return load_row_in_turn(step, turn, max_tokens, [] {});
 }

@@ -14,6 +14,13 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
 __device__ __forceinline__ float to_float(fp16 x) { return f16_to_f32(x.bits); }
 
+// The same of what has been loaded ahead: not before the program comes here, since it would wait for memory there.
+template <typename T>
+__device__ __forceinline__ float late_float(T x) {
+    return to_float(T{opaque(x.bits)});
+}
+__device__ __forceinline__ float late_float(float x) { return x; }
+
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>

@@ -7,6 +7,10 @@ __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
 }
+__device__ __forceinline__ u16 opaque(u16 value) {
+    asm volatile("" : "+h"(value));
+    return value;
+}
 // Of an address: it stays in two registers, and what is added to it is added in bytes.
 template <typename T>
 __device__ __forceinline__ T* opaque(T* address) {
