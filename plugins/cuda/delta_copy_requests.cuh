@@ -6,7 +6,7 @@
 // T: of keys, queries and values.
 template <typename T>
 struct CopyRequests {
-    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, ChainAdjoint>::type Form;
+    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, typename Either<KDA_TOKEN, KdaCopyAdjoint, ChainAdjoint>::type>::type Form;
 
     const Work& w;
     CopyReadShared& shared;

@@ -3,6 +3,7 @@
 #pragma once
 #include "delta_copy.cuh"
 #include "delta_gram.cuh"
+#include "kda_read_adjoint.cuh"
 
 constexpr int COPY_ROWS = 16;  // of a tile
 constexpr int LANE_COLUMNS = KEY_DIM / 4, UNITS_A_LANE = LANE_COLUMNS / 8;
@@ -15,8 +16,10 @@ constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = 
 
 constexpr int MOST_VALUES = 512;        // in a row, of which every thread that appends it has 16 bytes at most
 constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
+// A single token whose decays are per channel has an adjoint of its own.
+constexpr bool KDA_TOKEN = PER_CHANNEL && READ_TOKENS == 1;
 struct CopyReadInputs {
-    Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
+    Either<GRAM, GramInputs, Either<KDA_TOKEN, KdaAdjointInputs, ChainAdjointInputs>::type>::type adjoint;
     alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens, then zeros
     Adjoint<ACT> results;
 };

@@ -146,3 +146,54 @@ struct KdaAdjoint {
         for (int j = history - 1, b = 0; j >= 0; j -= CHAIN_BLOCK, ++b) step_back(x, in.blocks[b], j);
     }
 };
+
+// For products with the read copy, as Gram (delta_gram.cuh).
+struct KdaCopyAdjoint : KdaAdjoint {
+    const Work& w;
+    Adjoint<ACT>& out;
+
+    __device__ KdaCopyAdjoint(const Work& work, KdaAdjointInputs& inputs, Adjoint<ACT>& results)
+        : KdaAdjoint(work, inputs, ring_ready()), w(work), out(results) {}
+
+    // A fold makes room for itself where inputs were, but nothing may lie where a barrier has been.
+    __device__ static u64& ring_ready() {
+        __shared__ u64 barrier;
+        return barrier;
+    }
+
+    __device__ bool appends() const { return kept(w); }
+    __device__ bool solves() const { return warp == 0; }
+    __device__ int solved_head() const { return 0; }
+
+    __device__ void request() {
+        if (threadIdx.x == KEYS_FROM) {
+            init_barrier(&keys_ready);
+            publish_barriers();
+        }
+        request_token(w);
+        request_ring(w);
+    }
+
+    template <typename Append>
+    __device__ void run(float unit, Append append) const {
+        __syncthreads();  // barriers
+        float x[LANE_COLS];
+        begin(w, x);
+        multiply_keys(w, 0);
+        wait_copies();
+        __syncthreads();
+        append();
+        if (warp) return;
+        walk(x);
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_COLS; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+        const Rescaling to(__uint_as_float(__reduce_max_sync(~0u, largest)), 4);
+#pragma unroll
+        for (int i = 0; i < LANE_COLS; ++i) out.store(0, 0, lane_column(lane, i), x[i] * to.factor);
+        if (lane == 0) out.unit[0][0] = unit * to.inverse;
+        __syncwarp();
+#pragma unroll
+        for (int j = lane; j < ENTRIES; j += 32) out.store_sum(0, 0, j, j <= history ? in.c[j] : 0.0f);
+    }
+};
