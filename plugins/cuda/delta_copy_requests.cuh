@@ -6,7 +6,8 @@
 // T: of keys, queries and values.
 template <typename T>
 struct CopyRequests {
-    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, typename Either<KDA_TOKEN, KdaCopyAdjoint, ChainAdjoint>::type>::type Form;
+    typedef typename Either<KDA_TOKEN, KdaCopyAdjoint, ChainAdjoint>::type Walk;
+    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, Walk>::type Form;
 
     const Work& w;
     CopyReadShared& shared;
@@ -45,9 +46,32 @@ struct CopyRequests {
     static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
     static_assert(!READS_COPY || VALUE_ROWS > 0, "lanes for a row of values");
 
-    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
+    // The thread that requests the copy: another than those that request the ring's keys.
+    static constexpr int PARTS_FROM = KDA_TOKEN ? THREADS - 64 : 0;
+    __device__ void init_parts() const {
+        if (w.row.folded == 0 || threadIdx.x != PARTS_FROM) return;
+#pragma unroll
+        for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&ready[stage]);
+        publish_barriers();
+    }
+    __device__ void request_parts() {
+        if (w.row.folded == 0) return clear_parts();
+        if (threadIdx.x != PARTS_FROM) return;
+#pragma unroll 1
+        for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
+    }
+
+    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy. A fence behind loads into
+    // registers would wait for them: where keys and queries are loaded so, barriers come first.
     __device__ void request() {
+        if (KDA_TOKEN) init_parts();
         adjoint.request();
+        if (KDA_TOKEN) request_parts();
+        request_values();
+        if (!KDA_TOKEN) init_parts(), request_parts();
+    }
+
+    __device__ void request_values() {
         const int thread = int(threadIdx.x) - 32 * (WARPS - VALUE_WARPS);
         if (u32(thread) < VALUE_ROWS * VALUE_LANES) {
             const int column = thread % VALUE_LANES * 8;
@@ -68,22 +92,15 @@ struct CopyRequests {
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) *reinterpret_cast<uint4*>(&in.v[n][j][column]) = {0, 0, 0, 0};
         }
-        if (w.row.folded == 0) return clear_parts();
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&ready[stage]);
-            publish_barriers();
-#pragma unroll 1
-            for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
-        }
     }
 
-    // The step's v to the ring, by the first threads.
+    // The step's v to the ring, by the first threads, or by the last where the first warp has other work.
     static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS, APPENDED_ROWS = APPENDING / VALUE_LANES;
     static_assert(!READS_COPY || APPENDED_ROWS > 0, "threads for a row of values");
     __device__ void append_values() const {
         if (!adjoint.appends()) return;
-        const int column = threadIdx.x % VALUE_LANES * 8, first = threadIdx.x / VALUE_LANES;
+        const int thread = KDA_TOKEN ? THREADS - 1 - int(threadIdx.x) : int(threadIdx.x);
+        const int column = thread % VALUE_LANES * 8, first = thread / VALUE_LANES;
         if (first >= APPENDED_ROWS) return;
 #pragma unroll 1
         for (int token = first; token < tokens; token += APPENDED_ROWS)
