@@ -192,8 +192,5 @@ struct KdaCopyAdjoint : KdaAdjoint {
 #pragma unroll
         for (int i = 0; i < LANE_COLS; ++i) out.store(0, 0, lane_column(lane, i), x[i] * to.factor);
         if (lane == 0) out.unit[0][0] = unit * to.inverse;
-        __syncwarp();
-#pragma unroll
-        for (int j = lane; j < ENTRIES; j += 32) out.store_sum(0, 0, j, j <= history ? in.c[j] : 0.0f);
     }
 };
