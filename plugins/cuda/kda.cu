@@ -7,7 +7,7 @@
 constexpr bool HUNGRY = KDA_VERIFIES || (COPIED ? SPLIT > 1 || (sizeof(STATE) == 4 && READ_BITS == 8) : sizeof(STATE) == 2);
 #else
 constexpr bool HUNGRY = SPLIT > 1 ? COPIED || (KDA_VERIFIES ? SPLIT > 4 : sizeof(STATE) == 2)
-                                  : sizeof(STATE) == 4 && COPIED && KDA_VERIFIES;
+                                  : sizeof(STATE) == 4 && (READ_BITS == 4 || (COPIED && KDA_VERIFIES));
 #endif
 // Folds of narrow slices have all of their loads on the way at once.
 constexpr int BLOCKS_OF_HUNGRY = KDA_VERIFIES && SPLIT > 4 ? 2 : 3;

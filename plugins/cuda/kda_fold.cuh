@@ -181,16 +181,10 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
     KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.make();
     KdaFoldTile<ANSWERS> tile(shared);
     int first = u32(tile.thread) / 32 * 16;
-    // The inverse of the warp that has it to form leaves no registers for float32 rows where their largest magnitude is wanted.
-    constexpr bool LATE = READ_BITS == 4 && sizeof(STATE) == 4;
-    const bool inverts = threadIdx.x / 32 == WARPS - 1;
-    if (!LATE || !inverts) tile.load(w, first);
+    tile.load(w, first);
     wait_copies();
     __syncthreads();
-    if (inverts) {
-        KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
-        if (LATE) tile.load(w, first);
-    }
+    if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
     // Beside an answer no register is left to count passes.
     constexpr int PASSES = (SLICE + 16 * WARPS - 1) / (16 * WARPS);
