@@ -259,9 +259,11 @@ struct CopyRead : CopyRequests<T> {
     }
 };
 
+// `held`: of a single token of KDA, requested already.
 template <typename T>
-__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared, PartBarriers& barriers) {
+__device__ __forceinline__ void copy_read_step(const Work& w, const HeldInputs& held, CopyReadShared& shared, PartBarriers& barriers) {
     CopyRead<T> read(w, shared, barriers);
+    if constexpr (KDA_TOKEN) read.adjoint.own = held;
     read.request();
     float head_scale = 1.0f;
     if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.solved_head()).copy().head_scale;

@@ -61,7 +61,8 @@ struct HeadRead : KdaAdjoint {
     }
 
     __device__ void request(const Work& w) {
-        request_token(w);
+        own.request(w);
+        request_beta(w);
         if (has_row()) value = w.v(0)[warp * WARP_ROWS + lane_row()];
         request_ring(w);
         if (WHOLE && threadIdx.x == VALUES_FROM) {

@@ -13,11 +13,26 @@ struct KdaAdjointInputs {
     float c[READ_HISTORY + 1];
 };
 
-// What a thread holds of the token's inputs: its channel's gate, and columns of the first warp's lanes; and a ring block's beta.
+// What a thread holds of the token's inputs: its channel's gate, and columns of the first warp's lanes.
 struct HeldInputs {
     ACT logit, beta_logit;
-    float bias, log_rate, ring_beta;
+    float bias, log_rate;
     vec<ACT, LANE_COLS> q, k;
+
+    // Needs nothing of the row's plan.
+    __device__ void request(const Work& w) {
+        const int channel = threadIdx.x, lane = threadIdx.x % 32;
+        if (channel < KEY_DIM) {
+            logit = w.t.gate[w.token(0) * w.t.gate_stride + w.gate_at(channel)];
+            bias = w.t.dt_bias[w.gate_at(channel)];
+            log_rate = w.t.A_log[w.head()];
+        }
+        if (threadIdx.x < 32) {
+            q = *reinterpret_cast<const vec<ACT, LANE_COLS>*>(w.q(0) + LANE_COLS * lane);
+            k = *reinterpret_cast<const vec<ACT, LANE_COLS>*>(w.k(0) + LANE_COLS * lane);
+            beta_logit = w.t.beta[w.token(0) * w.t.beta_stride + w.head()];
+        }
+    }
 };
 
 // For multiply_block, of a lane that has what it takes.
@@ -31,24 +46,12 @@ struct KdaAdjoint {
     u64& keys_ready;  // on which the ring's keys and decays arrive
     const int warp, lane, history;
     HeldInputs own;
+    float own_beta;  // of multiply_keys' first block
 
     __device__ KdaAdjoint(const Work& w, KdaAdjointInputs& inputs, u64& barrier)
         : in(inputs), keys_ready(barrier), warp(threadIdx.x / 32), lane(threadIdx.x % 32), history(w.row.history()) {}
 
-    __device__ void request_token(const Work& w) {
-        const int channel = threadIdx.x;
-        if (channel < KEY_DIM) {
-            own.logit = w.t.gate[w.token(0) * w.t.gate_stride + w.gate_at(channel)];
-            own.bias = w.t.dt_bias[w.gate_at(channel)];
-            own.log_rate = w.t.A_log[w.head()];
-        }
-        if (warp == 0) {
-            own.q = *reinterpret_cast<const vec<ACT, LANE_COLS>*>(w.q(0) + LANE_COLS * lane);
-            own.k = *reinterpret_cast<const vec<ACT, LANE_COLS>*>(w.k(0) + LANE_COLS * lane);
-            own.beta_logit = w.t.beta[w.token(0) * w.t.beta_stride + w.head()];
-        }
-        own.ring_beta = ring_beta(w, history - 1 - first_block() * CHAIN_BLOCK);
-    }
+    __device__ void request_beta(const Work& w) { own_beta = ring_beta(w, history - 1 - first_block() * CHAIN_BLOCK); }
 
     static constexpr int KEYS_FROM = THREADS - 32;  // the thread that requests the ring's keys
     __device__ void request_ring(const Work& w) const {
@@ -97,7 +100,7 @@ struct KdaAdjoint {
     __device__ void multiply_keys(const Work& w, int parity) const {
         int block = first_block(), j = history - 1 - block * CHAIN_BLOCK;
         if (j < 0) return;
-        float beta = own.ring_beta;
+        float beta = own_beta;
         wait_barrier(&keys_ready, parity);
 #pragma unroll 1
         while (true) {
@@ -147,7 +150,7 @@ struct KdaAdjoint {
     }
 };
 
-// For products with the read copy, as Gram (delta_gram.cuh).
+// For products with the read copy, as Gram (delta_gram.cuh); the token's inputs have been requested.
 struct KdaCopyAdjoint : KdaAdjoint {
     const Work& w;
     Adjoint<ACT>& out;
@@ -170,7 +173,7 @@ struct KdaCopyAdjoint : KdaAdjoint {
             init_barrier(&keys_ready);
             publish_barriers();
         }
-        request_token(w);
+        request_beta(w);
         request_ring(w);
     }
 
