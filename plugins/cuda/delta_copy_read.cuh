@@ -20,7 +20,7 @@ template <typename T>
 struct CopyRead : CopyRequests<T> {
     typedef CopyRequests<T> Requests;
     using Requests::history, Requests::in, Requests::lane, Requests::ready, Requests::request_part, Requests::shared, Requests::tokens,
-        Requests::w, Requests::warp;
+        Requests::w, Requests::wait_for_values, Requests::warp;
 
     __device__ CopyRead(const Work& work, CopyReadShared& memory, PartBarriers& barriers) : Requests(work, memory, barriers) {}
 
@@ -222,15 +222,55 @@ struct CopyRead : CopyRequests<T> {
             }
         }
     }
+
+    // The same for a single token of KDA: a lane has one row, to which it adds sum_j c_j v_j itself.
+    __device__ void read_token() {
+        const bool stored = w.row.folded > 0;
+        vec<u32, 4> kept[KEPT_X] = {};
+        if constexpr (KEEPS_X)
+#pragma unroll
+            for (int m = 0; m < KEPT_X; ++m) load_x(kept[m], 0, 0, m);
+        const float unit = CODE_UNIT * in.results.unit[0][0];
+        const int code = opaque(code_at()), scale = opaque(scale_at());
+        wait_for_values();
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+            const int stage = part % COPY_STAGES;
+            const CopyPart& from = shared.parts[stage];
+            if (stored) wait_barrier(&ready[stage], part / COPY_STAGES % 2);
+#pragma unroll 1
+            for (int at = warp * COPY_ROWS; at < PART_ROWS; at += TILES * TILE_DISTANCE) {
+                const int row = part * PART_ROWS + at + lane_row();
+                float update = 0.0f, results[TILES * SUMS];
+                for (int j = 0; j <= history; ++j) update = fmaf(in.adjoint.c[j], to_float(in.v[0][j][row]), update);
+#pragma unroll
+                for (int m = 0; m < TILES; ++m) {
+                    const int first = at + m * TILE_DISTANCE;
+                    multiply(from.codes + first * CODE_ROW + code, from.scales + first * SCALE_ROW + scale, kept, 0, results + m * SUMS);
+                }
+                sum_scattered<4>(results, lane);
+                if (owns(0)) w.o(0)[row] = from_float<ACT>(fmaf(unit, results[0], update));
+            }
+            if constexpr (COPY_STAGES < PARTS) {
+                __syncthreads();
+                if (threadIdx.x == 0 && stored && part + COPY_STAGES < PARTS) request_part(part + COPY_STAGES);
+            }
+        }
+    }
 };
 
+// `held`: of a single token of KDA, requested already.
 template <typename T>
-__device__ __forceinline__ void copy_read_step(const Work& w, CopyReadShared& shared, PartBarriers& barriers) {
+__device__ __forceinline__ void copy_read_step(const Work& w, const HeldInputs& held, CopyReadShared& shared, PartBarriers& barriers) {
     CopyRead<T> read(w, shared, barriers);
+    if constexpr (KDA_TOKEN) read.adjoint.own = held;
     read.request();
     float head_scale = 1.0f;
     if (READ_BITS == 4 && read.adjoint.solves() && w.row.folded > 0) head_scale = *w.of_head(read.adjoint.solved_head()).copy().head_scale;
     read.adjoint.run(head_scale, [&] { read.append_values(); });
     __syncthreads();  // x, c
-    read.read();
+    if constexpr (KDA_TOKEN)
+        read.read_token();
+    else
+        read.read();
 }

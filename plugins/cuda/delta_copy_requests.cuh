@@ -6,7 +6,8 @@
 // T: of keys, queries and values.
 template <typename T>
 struct CopyRequests {
-    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, ChainAdjoint>::type Form;
+    typedef typename Either<KDA_TOKEN, KdaCopyAdjoint, ChainAdjoint>::type Walk;
+    typedef typename Either<GRAM, Gram<T, Adjoint<T>>, Walk>::type Form;
 
     const Work& w;
     CopyReadShared& shared;
@@ -45,9 +46,59 @@ struct CopyRequests {
     static constexpr int VALUE_ROWS = 32 * VALUE_WARPS / VALUE_LANES;  // at a time
     static_assert(!READS_COPY || VALUE_ROWS > 0, "lanes for a row of values");
 
-    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy.
+    // The thread that requests the copy: another than those that request the ring's keys.
+    static constexpr int PARTS_FROM = KDA_TOKEN ? THREADS - 64 : 0;
+    __device__ void init_parts() const {
+        if ((!KDA_TOKEN && w.row.folded == 0) || threadIdx.x != PARTS_FROM) return;
+#pragma unroll
+        for (int stage = 0; stage < COPY_STAGES + KDA_TOKEN; ++stage) init_barrier(&ready[stage]);
+        publish_barriers();
+    }
+    __device__ void request_parts() {
+        if (w.row.folded == 0) return clear_parts();
+        if (threadIdx.x != PARTS_FROM) return;
+#pragma unroll 1
+        for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
+    }
+
+    // Keys, queries and values first, since the adjoint waits for them, then the first parts of the copy. A fence behind loads into
+    // registers would wait for them: where keys and queries are loaded so, barriers come first.
     __device__ void request() {
-        adjoint.request();
+        if constexpr (KDA_TOKEN) {
+            init_parts();
+            adjoint.request();
+            request_parts();
+            request_token_values();
+        } else {
+            adjoint.request();
+            request_values();
+            init_parts();
+            request_parts();
+        }
+    }
+
+    // A single token's are those of one more ring row. Slices of rows are no neighbours.
+    static constexpr bool WHOLE_VALUES = KDA_TOKEN && SPLIT == 1;
+    __device__ void request_token_values() {
+        if constexpr (!WHOLE_VALUES)
+#pragma unroll 1
+            for (int j = warp; j <= history; j += WARPS)
+                request_row<SLICE>(in.v[0][j], j < history ? w.t.ring_v + w.ring_v_at(w.history_row(j)) : w.v(0), lane);
+        if (!WHOLE_VALUES || threadIdx.x != PARTS_FROM) return;
+        u64* arrived = &ready[COPY_STAGES];
+        constexpr u32 BYTES = sizeof(in.v[0][0]);
+        expect_bytes(arrived, (history + 1) * BYTES);
+        for_ring_spans(w, [&](int to, int row, int count) {
+            stream_to_shared(in.v[0][to], w.t.ring_v + w.ring_v_at(row), count * BYTES, arrived);
+        });
+        stream_to_shared(in.v[0][history], w.v(0), BYTES, arrived);
+    }
+    // Behind a barrier of all threads.
+    __device__ void wait_for_values() const {
+        if (WHOLE_VALUES) wait_barrier(&ready[COPY_STAGES], 0);
+    }
+
+    __device__ void request_values() {
         const int thread = int(threadIdx.x) - 32 * (WARPS - VALUE_WARPS);
         if (u32(thread) < VALUE_ROWS * VALUE_LANES) {
             const int column = thread % VALUE_LANES * 8;
@@ -68,23 +119,17 @@ struct CopyRequests {
 #pragma unroll
                 for (int n = 0; n < HEADS; ++n) *reinterpret_cast<uint4*>(&in.v[n][j][column]) = {0, 0, 0, 0};
         }
-        if (w.row.folded == 0) return clear_parts();
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int stage = 0; stage < COPY_STAGES; ++stage) init_barrier(&ready[stage]);
-            publish_barriers();
-#pragma unroll 1
-            for (int part = 0; part < COPY_STAGES; ++part) request_part(part);
-        }
     }
 
-    // The step's v to the ring, by the first threads.
+    // The step's v to the ring, by the first threads, or by the last where the first warp has other work.
     static constexpr int APPENDING = GRAM ? KEY_THREADS : THREADS, APPENDED_ROWS = APPENDING / VALUE_LANES;
     static_assert(!READS_COPY || APPENDED_ROWS > 0, "threads for a row of values");
     __device__ void append_values() const {
         if (!adjoint.appends()) return;
-        const int column = threadIdx.x % VALUE_LANES * 8, first = threadIdx.x / VALUE_LANES;
-        if (first >= APPENDED_ROWS) return;
+        const int thread = KDA_TOKEN ? THREADS - 1 - int(threadIdx.x) : int(threadIdx.x);
+        const int column = thread % VALUE_LANES * 8, first = thread / VALUE_LANES;
+        if (first >= (KDA_TOKEN ? 1 : APPENDED_ROWS)) return;
+        wait_for_values();
 #pragma unroll 1
         for (int token = first; token < tokens; token += APPENDED_ROWS)
 #pragma unroll

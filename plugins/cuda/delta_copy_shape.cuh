@@ -3,6 +3,7 @@
 #pragma once
 #include "delta_copy.cuh"
 #include "delta_gram.cuh"
+#include "kda_read_adjoint.cuh"
 
 constexpr int COPY_ROWS = 16;  // of a tile
 constexpr int LANE_COLUMNS = KEY_DIM / 4, UNITS_A_LANE = LANE_COLUMNS / 8;
@@ -14,9 +15,12 @@ constexpr int UNIT_WORDS = READ_BITS / 4 > 0 ? READ_BITS / 4 : 1;  // words of 8
 constexpr int CODE_ROW = KEY_DIM * (READ_BITS ? READ_BITS : 8) / 8, SCALE_ROW = KEY_DIM < COPY_BLOCK ? 1 : KEY_DIM / COPY_BLOCK;
 
 constexpr int MOST_VALUES = 512;        // in a row, of which every thread that appends it has 16 bytes at most
-constexpr int VALUE_PITCH = SLICE + 8;  // by which rows begin in different banks
+// A single token whose decays are per channel has an adjoint of its own, which leaves c as floats. Its values come as whole rows; those of
+// others are an operand of tensor cores, for which rows begin in different banks.
+constexpr bool KDA_TOKEN = PER_CHANNEL && READ_TOKENS == 1;
+constexpr int VALUE_PITCH = KDA_TOKEN ? SLICE : SLICE + 8;
 struct CopyReadInputs {
-    Either<GRAM, GramInputs, ChainAdjointInputs>::type adjoint;
+    Either<GRAM, GramInputs, Either<KDA_TOKEN, KdaAdjointInputs, ChainAdjointInputs>::type>::type adjoint;
     alignas(16) ACT v[HEADS][ENTRY_ROWS][VALUE_PITCH];  // ring rows, then tokens, then zeros
     Adjoint<ACT> results;
 };
@@ -40,6 +44,6 @@ struct CopyReadShared {
     alignas(128) CopyPart parts[COPY_STAGES > 0 ? COPY_STAGES : 1];
     alignas(16) CopyReadInputs in;
 };
-// On which they arrive. A fold takes over the rest of the shared memory, but nothing else may lie where a barrier has been.
-typedef u64 PartBarriers[COPY_STAGES > 0 ? COPY_STAGES : 1];
+// On which they arrive, and a single token's values. A fold takes over the rest of the shared memory, but nothing else may lie where a barrier has been.
+typedef u64 PartBarriers[(COPY_STAGES > 0 ? COPY_STAGES : 1) + KDA_TOKEN];
 static_assert(!READS_COPY || (sizeof(PartBarriers) < BARRIER_ROOM && sizeof(CopyReadShared) + BARRIER_ROOM <= COPY_READ_LIMIT));

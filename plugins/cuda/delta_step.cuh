@@ -63,14 +63,14 @@ __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsi
 
 // A step with a read copy, or of several tokens without one: what it answers does not depend on whether it folds.
 template <typename T>
-__device__ __forceinline__ void answer_and_fold(Work& block, const int* step, unsigned char* memory) {
+__device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& held, const int* step, unsigned char* memory) {
     Row& row = block.row;
     if constexpr (ANSWERS_FIRST) {
         __shared__ ReadBarriers barriers;
         read_step(block, *reinterpret_cast<ReadShared*>(memory), barriers);
     } else if constexpr (READS_COPY && sizeof(T) == 2) {
         __shared__ PartBarriers barriers;
-        copy_read_step<T>(block, *reinterpret_cast<CopyReadShared*>(memory), barriers);
+        copy_read_step<T>(block, held, *reinterpret_cast<CopyReadShared*>(memory), barriers);
     } else {
         replay<Pass::ANSWER>(block, memory);
     }
@@ -115,10 +115,13 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
     if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;
+    // On their way before the plan is there: of padding, too, which has inputs that count for nothing.
+    HeldInputs held;
+    if constexpr (KDA_READS_TOKEN || (READS_COPY && KDA_TOKEN)) held.request(block);
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
-    if constexpr (ANSWERS_FROM_COPY || ANSWERS_FIRST) return answer_and_fold<ACT>(block, step, memory);
+    if constexpr (ANSWERS_FROM_COPY || ANSWERS_FIRST) return answer_and_fold<ACT>(block, held, step, memory);
     // Of KDA's rows whose ring has one chunk, all that do not fold are read, but for a ring that the token fills: no cursor of the
     // engine's leaves it as it is.
     constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;
@@ -153,7 +156,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
             if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
                 if constexpr (KDA_READS_TOKEN) {
-                    return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
+                    return KdaTokenRead<STATE>(block, held, *reinterpret_cast<KdaTokenShared*>(memory)).run();
                 } else if constexpr (READS_TOKEN) {
                     return TokenRead<STATE>(block, *reinterpret_cast<TokenShared*>(memory)).run();
                 } else {

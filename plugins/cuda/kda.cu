@@ -4,7 +4,7 @@
 
 // Folds that spill with the registers that four blocks leave.
 #if __CUDA_ARCH__ >= 1000
-constexpr bool HUNGRY = COPIED || sizeof(STATE) == 2 || KDA_VERIFIES;
+constexpr bool HUNGRY = KDA_VERIFIES || (COPIED ? SPLIT > 1 || (sizeof(STATE) == 4 && READ_BITS == 8) : sizeof(STATE) == 2);
 #else
 constexpr bool HUNGRY = SPLIT > 1 ? COPIED || (KDA_VERIFIES ? SPLIT > 4 : sizeof(STATE) == 2)
                                   : sizeof(STATE) == 4 && (READ_BITS == 4 || (COPIED && KDA_VERIFIES));
