@@ -6,7 +6,8 @@
 //     (I + A) x = diag(n beta) (v - n S0 (exp(G) k)),   A_ij = n_i^2 beta_i P_ij for i > j
 //     S = S0 diag(exp G_last) + sum_j x_j (exp(G_last - G_j) k_j)^T
 //
-// so that x is n u. Keys that read the state lie in shared memory in two tf32 parts, those that are written in three of bfloat16.
+// so that x is n u. Keys that read the state lie in shared memory in two tf32 parts, those that are written in three of bfloat16. Two of
+// bfloat16 are enough where the state has 16 bits, and for what reads it if it is an operand itself, of bfloat16.
 #pragma once
 #include "delta_read_shape.cuh"
 #include "delta_tile_entries.cuh"
@@ -20,9 +21,48 @@ __device__ __forceinline__ bool kda_folds(const Row& row) {
     return row.folds() && row.history() + row.tokens <= CHUNK && (TOKENS == 1 || row.tokens == 0);
 }
 
+constexpr int FOLD_PARTS = sizeof(STATE) == 2 ? 2 : 3;
+
+// Keys in bfloat16 parts, of every 16 columns 4 t and 4 t + 1 first.
+struct KeyParts {
+    bf16 v[FOLD_PARTS][CHUNK][KEY_DIM + 8];
+
+    __device__ __forceinline__ void store(int entry, int channel, const Channels<4>& x) {
+        const int at = channel / 16 * 16 + channel % 16 / 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto parts = split_pair<FOLD_PARTS>(x.v[2 * half], x.v[2 * half + 1]);
+#pragma unroll
+            for (int p = 0; p < FOLD_PARTS; ++p) *reinterpret_cast<u32*>(&v[p][entry][at + 8 * half]) = parts.v[p];
+        }
+    }
+};
+// In tf32 parts, of every 4 columns the even ones first.
+struct KeySplits {
+    float v[2][CHUNK][KEY_DIM + 16];
+
+    __device__ __forceinline__ void store(int entry, int channel, const Channels<4>& x) {
+        Channels<4> upper(0.0f), lower(0.0f);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int at = c / 2 + c % 2 * 2;
+            upper.v[at] = tf32_part(x.v[c]), lower.v[at] = x.v[c] - upper.v[at];
+        }
+        upper.store(&v[0][entry][channel]), lower.store(&v[1][entry][channel]);
+    }
+};
+template <typename T>
+struct ReadKeys {
+    typedef KeySplits type;
+};
+template <>
+struct ReadKeys<bf16> {
+    typedef KeyParts type;
+};
+
 struct KdaFoldShared {
-    alignas(16) float read[2][CHUNK][KEY_DIM + 16];  // k exp(G): tf32 parts, of every 4 columns the even ones first
-    bf16 written[3][CHUNK][KEY_DIM + 8];             // k exp(G_last - G): bfloat16 parts, of every 16 columns 4 t and 4 t + 1 first
+    alignas(16) ReadKeys<STATE>::type read;  // k exp(G)
+    KeyParts written;                               // k exp(G_last - G)
     ACT v[CHUNK][VALUE_STRIDE];
     float decay[KEY_DIM];             // exp(G_last)
     float q[KEY_DIM];                 // of the token, as S is to be multiplied by it
@@ -187,32 +227,14 @@ private:
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             squares[r] += dot(keys[r].v, keys[r].v);
-            store_read(entry(r), channel, keys[r] * runs.until[r]);
-            store_written(entry(r), channel, keys[r] * runs.behind[r]);
+            shared.read.store(entry(r), channel, keys[r] * runs.until[r]);
+            shared.written.store(entry(r), channel, keys[r] * runs.behind[r]);
         }
         if (lane() / 4 == 7) runs.until[1].store(&shared.decay[channel]);
     }
     __device__ __forceinline__ static LaneChannels unpacked(const uint2& stored) {
         const u32 words[2] = {stored.x, stored.y};
         return LaneChannels(words);
-    }
-    __device__ __forceinline__ void store_read(int entry, int channel, const LaneChannels& x) const {
-        LaneChannels upper(0.0f), lower(0.0f);
-#pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) {
-            const int at = c / 2 + c % 2 * 2;
-            upper.v[at] = tf32_part(x.v[c]), lower.v[at] = x.v[c] - upper.v[at];
-        }
-        upper.store(&shared.read[0][entry][channel]), lower.store(&shared.read[1][entry][channel]);
-    }
-    __device__ __forceinline__ void store_written(int entry, int channel, const LaneChannels& x) const {
-        const int at = channel / 16 * 16 + channel % 16 / 2;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Parts<3> parts = split_pair<3>(x.v[2 * half], x.v[2 * half + 1]);
-#pragma unroll
-            for (int p = 0; p < 3; ++p) *reinterpret_cast<u32*>(&shared.written[p][entry][at + 8 * half]) = parts.v[p];
-        }
     }
 
     // The lane's column of the inverse, times what the gains leave of values.
@@ -230,6 +252,10 @@ private:
                 for (int e = 0; e < 4; ++e)
                     if (j + e < i) x[i] = fmaf(-a[e], x[j + e], x[i]);
             }
+        }
+        // Behind all loads, which the compiler would not move ahead of them.
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
             const float upper = tf32_part(x[i]);
             column[i * 2 * CHUNK] = upper, column[i * 2 * CHUNK + 2] = x[i] - upper;
         }
