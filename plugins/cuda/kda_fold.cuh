@@ -59,21 +59,27 @@ struct KdaFoldTile {
     }
 
     // S0 (exp(G) k) of the entries: element e of sum m belongs to row g + 8 (e / 2) and entry 8 m + 2 t + e % 2.
-    __device__ __forceinline__ void read(Sum (&sums)[BLOCKS]) const { multiply(shared.read, sums); }
+    __device__ __forceinline__ void read(Sum (&sums)[BLOCKS]) const {
+        if constexpr (READS_PLANES)
+            multiply_planes(sums);
+        else
+            multiply_splits(sums);
+    }
     // Of bfloat16, which is an operand as it is stored.
-    __device__ __forceinline__ void multiply(const KeyParts& read, Sum (&sums)[BLOCKS]) const {
+    __device__ __forceinline__ void multiply_planes(Sum (&sums)[BLOCKS]) const {
+        const int offset = KeyPlanes::offset(lane() / 16, lane() / 8 % 2, lane() % 8);
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
             const u32 columns[4] = {S[p][0].words[0], S[p][1].words[0], S[p][0].words[1], S[p][1].words[1]};
 #pragma unroll
             for (int n = 0; n < FOLD_PARTS; ++n) {
-                const Matrices keys = load_matrices(&read.v[n][lane() / 16 * 8 + lane() % 8][16 * p + lane() / 8 % 2 * 8]);
+                const Matrices keys = load_transposed_matrices(shared.planes[READS_PLANES].block(p, n) + offset);
 #pragma unroll
                 for (int m = 0; m < BLOCKS; ++m) mma_bf16(n ? sums[m].rest : sums[m].upper, columns, keys.v[2 * m], keys.v[2 * m + 1]);
             }
         }
     }
-    __device__ __forceinline__ void multiply(const KeySplits& read, Sum (&sums)[BLOCKS]) const {
+    __device__ __forceinline__ void multiply_splits(Sum (&sums)[BLOCKS]) const {
         // The bits of tf32, of which the compiler must not know that the product reads no others: it would leave them on, and move whole
         // floats to where the product wants its operands.
         const u32 upper_bits = __ballot_sync(~0u, lane() >= 13);
@@ -89,7 +95,7 @@ struct KdaFoldTile {
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
                 float keys[4];
-                load_vector<4>(&read.v[0][8 * m + g()][16 * p + 4 * t()], keys);
+                load_vector<4>(&shared.splits[0][8 * m + g()][16 * p + 4 * t()], keys);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     if constexpr (sizeof(STATE) == 4) mma_tf32(sums[m].rest, lower[c], keys[2 * c], keys[2 * c + 1]);
@@ -99,7 +105,7 @@ struct KdaFoldTile {
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
                 float keys[4];
-                load_vector<4>(&read.v[1][8 * m + g()][16 * p + 4 * t()], keys);
+                load_vector<4>(&shared.splits[1][8 * m + g()][16 * p + 4 * t()], keys);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) mma_tf32(sums[m].rest, upper[c], keys[2 * c], keys[2 * c + 1]);
             }
@@ -141,6 +147,7 @@ struct KdaFoldTile {
         for (int n = 0; n < 4; ++n) parts[n] = split_pair<FOLD_PARTS>(x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
         STATE* rows = shared.state + (first + g()) * KEY_DIM + 4 * t();
         const bool follows = !shared.fresh && first + 16 * WARPS < SLICE;
+        const int offset = KeyPlanes::offset(lane() / 8 % 2, lane() / 16, lane() % 8);
         float o[2] = {};
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
@@ -149,7 +156,7 @@ struct KdaFoldTile {
             Accumulator sums[2] = {};
 #pragma unroll
             for (int n = FOLD_PARTS - 1; n >= 0; --n) {
-                const Matrices keys = load_transposed_matrices(&shared.written.v[n][lane() % 16][16 * p + lane() / 16 * 8]);
+                const Matrices keys = load_matrices(shared.planes[0].block(p, n) + offset);
 #pragma unroll
                 for (int m = FOLD_PARTS - 1 - n; m >= 0; --m) {
                     const u32 part[4] = {parts[0].v[m], parts[1].v[m], parts[2].v[m], parts[3].v[m]};
@@ -179,6 +186,7 @@ struct KdaFoldTile {
             }
             if (follows) load_block(rows + 16 * WARPS * KEY_DIM, p);
         }
+        thread = opaque(thread);
         if (ANSWERS && shared.o) answer(o, first);
     }
     // From a lane's share of the output of its rows.
