@@ -114,7 +114,8 @@ struct KdaFoldTile {
 
     // x of the entries, as read has them.
     __device__ __forceinline__ void solve(const Sum (&read)[BLOCKS], int first, float (&x)[BLOCKS][4]) const {
-        const Matrices values = load_transposed_matrices(&shared.v[lane() / 16 * 8 + lane() % 8][first + lane() / 8 % 2 * 8]);
+        // opaque: what it gives would take a register from long before on, that narrow slices with a copy lack.
+        const Matrices values = load_transposed_matrices(&shared.v[lane() / 16 * 8 + lane() % 8][first + opaque(lane() / 8) % 2 * 8]);
         float r[BLOCKS][4];
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) {

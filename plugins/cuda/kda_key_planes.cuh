@@ -16,7 +16,7 @@ struct alignas(16) KeyPlanes {
 
     // The row of a channel of 32: threads that store neighbours, and lanes that load what is first, meet in no bank.
     __device__ static constexpr int row(int channel) {
-        return (channel & 24) | ((channel / 2 ^ channel / 8) & 1) << 2 | (channel & 4) / 2 | (channel & 1);
+        return (channel & 24) | ((channel ^ channel / 4) & 2) * 2 | (channel & 4) / 2 | (channel & 1);
     }
     // For ldmatrix, from the first row of a block of 16 channels: row `at` of 8 of its first (0) or other (1) channels in either half.
     __device__ static int offset(int half, int others, int at) {
