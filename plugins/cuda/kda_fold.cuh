@@ -60,6 +60,26 @@ struct KdaFoldTile {
 
     // S0 (exp(G) k) of the entries: element e of sum m belongs to row g + 8 (e / 2) and entry 8 m + 2 t + e % 2.
     __device__ __forceinline__ void read(Sum (&sums)[BLOCKS]) const {
+        if constexpr (READS_PLANES)
+            multiply_planes(sums);
+        else
+            multiply_splits(sums);
+    }
+    // Of bfloat16, which is an operand as it is stored.
+    __device__ __forceinline__ void multiply_planes(Sum (&sums)[BLOCKS]) const {
+        const int offset = KeyPlanes::offset(lane() / 16, lane() / 8 % 2, lane() % 8);
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            const u32 columns[4] = {S[p][0].words[0], S[p][1].words[0], S[p][0].words[1], S[p][1].words[1]};
+#pragma unroll
+            for (int n = 0; n < FOLD_PARTS; ++n) {
+                const Matrices keys = load_transposed_matrices(shared.planes[READS_PLANES].block(p, n) + offset);
+#pragma unroll
+                for (int m = 0; m < BLOCKS; ++m) mma_bf16(n ? sums[m].rest : sums[m].upper, columns, keys.v[2 * m], keys.v[2 * m + 1]);
+            }
+        }
+    }
+    __device__ __forceinline__ void multiply_splits(Sum (&sums)[BLOCKS]) const {
         // The bits of tf32, of which the compiler must not know that the product reads no others: it would leave them on, and move whole
         // floats to where the product wants its operands.
         const u32 upper_bits = __ballot_sync(~0u, lane() >= 13);
@@ -75,7 +95,7 @@ struct KdaFoldTile {
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
                 float keys[4];
-                load_vector<4>(&shared.read[0][8 * m + g()][16 * p + 4 * t()], keys);
+                load_vector<4>(&shared.splits[0][8 * m + g()][16 * p + 4 * t()], keys);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     if constexpr (sizeof(STATE) == 4) mma_tf32(sums[m].rest, lower[c], keys[2 * c], keys[2 * c + 1]);
@@ -85,7 +105,7 @@ struct KdaFoldTile {
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
                 float keys[4];
-                load_vector<4>(&shared.read[1][8 * m + g()][16 * p + 4 * t()], keys);
+                load_vector<4>(&shared.splits[1][8 * m + g()][16 * p + 4 * t()], keys);
 #pragma unroll
                 for (int c = 0; c < 2; ++c) mma_tf32(sums[m].rest, upper[c], keys[2 * c], keys[2 * c + 1]);
             }
@@ -94,7 +114,8 @@ struct KdaFoldTile {
 
     // x of the entries, as read has them.
     __device__ __forceinline__ void solve(const Sum (&read)[BLOCKS], int first, float (&x)[BLOCKS][4]) const {
-        const Matrices values = load_transposed_matrices(&shared.v[lane() / 16 * 8 + lane() % 8][first + lane() / 8 % 2 * 8]);
+        // opaque: what it gives would take a register from long before on, that narrow slices with a copy lack.
+        const Matrices values = load_transposed_matrices(&shared.v[lane() / 16 * 8 + lane() % 8][first + opaque(lane() / 8) % 2 * 8]);
         float r[BLOCKS][4];
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) {
@@ -122,10 +143,12 @@ struct KdaFoldTile {
 
     // Takes up the entries and stores the rows, in whose place those 64 below it are loaded.
     __device__ __forceinline__ void write(const float (&x)[BLOCKS][4], int first) {
-        Parts<3> parts[4];
-        TileEntries::split_updates(x, parts);
+        Parts<FOLD_PARTS> parts[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) parts[n] = split_pair<FOLD_PARTS>(x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
         STATE* rows = shared.state + (first + g()) * KEY_DIM + 4 * t();
         const bool follows = !shared.fresh && first + 16 * WARPS < SLICE;
+        const int offset = KeyPlanes::offset(lane() / 8 % 2, lane() / 16, lane() % 8);
         float o[2] = {};
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
@@ -133,10 +156,10 @@ struct KdaFoldTile {
             if (p) __syncwarp();
             Accumulator sums[2] = {};
 #pragma unroll
-            for (int n = 2; n >= 0; --n) {
-                const Matrices keys = load_transposed_matrices(&shared.written[n][lane() % 16][16 * p + lane() / 16 * 8]);
+            for (int n = FOLD_PARTS - 1; n >= 0; --n) {
+                const Matrices keys = load_matrices(shared.planes[0].block(p, n) + offset);
 #pragma unroll
-                for (int m = 2 - n; m >= 0; --m) {
+                for (int m = FOLD_PARTS - 1 - n; m >= 0; --m) {
                     const u32 part[4] = {parts[0].v[m], parts[1].v[m], parts[2].v[m], parts[3].v[m]};
 #pragma unroll
                     for (int b = 0; b < 2; ++b) mma_bf16(sums[b], part, keys.v[2 * b], keys.v[2 * b + 1]);
@@ -164,6 +187,7 @@ struct KdaFoldTile {
             }
             if (follows) load_block(rows + 16 * WARPS * KEY_DIM, p);
         }
+        thread = opaque(thread);
         if (ANSWERS && shared.o) answer(o, first);
     }
     // From a lane's share of the output of its rows.
