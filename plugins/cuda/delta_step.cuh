@@ -19,6 +19,8 @@ constexpr bool LONG_ROWS_RECUR = KDA_VERIFIES || (STREAMS && SINGLE_CHUNK && !ON
 constexpr bool ANSWERS_FROM_COPY = COPIED && TOKENS > 0;
 
 static_assert(!ANSWERS_FIRST || (READS && (STREAMS || KDA_FOLDS)), "no other way is compiled");
+static_assert(!FOLD_ANSWERS || (READS && STREAMS), "no other way is compiled");
+static_assert(!KDA_FOLDS || HEADS_A_BLOCK == 1, "such a fold takes one head");
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int READ_BYTES = KDA_READS_TOKEN     ? sizeof(KdaTokenShared)
@@ -108,16 +110,20 @@ struct AheadOfRead {
 };
 
 __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
-    constexpr int BARRIER_BYTES = READS_TOKEN ? int(sizeof(ReadBarriers) + sizeof(u64)) : READS_ALL ? BARRIER_ROOM : READS && !GRAM ? sizeof(u64) : 0;
+    constexpr int BARRIER_BYTES = READS_TOKEN     ? int(sizeof(ReadBarriers) + sizeof(u64))
+                                  : READS_ALL       ? BARRIER_ROOM
+                                  : READS && !GRAM ? sizeof(u64)
+                                                    : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
     const int turn = blockIdx.y;
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
     if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;
-    // On their way before the plan is there: of padding, too, which has inputs that count for nothing.
+    // On their way before the plan is there: of padding, too, which has inputs that count for nothing. Without a copy a fold that comes
+    // before the answer has no registers for them.
     HeldInputs held;
-    if constexpr (KDA_READS_TOKEN || (READS_COPY && KDA_TOKEN)) held.request(block);
+    if constexpr (READS_COPY && KDA_TOKEN) held.request(block);
     if (row.slot < 0) row.tokens = 0;
     zero_padding(block, row.tokens);
     if (!row.tokens) return;
@@ -127,9 +133,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
     constexpr bool ALL_READ = KDA_FOLDS && ONE_CHUNK && READS;
     if constexpr (ALL_READ) {
         if (!row.folds() && row.history() > READ_HISTORY) {
-#pragma unroll 1
-            for (int n = 0; n < HEADS_A_BLOCK; ++n)
-                recurrent_step<Pass::BOTH>(block.of_head(n), *reinterpret_cast<RecurrentShared*>(memory));
+            recurrent_step<Pass::BOTH>(block, *reinterpret_cast<RecurrentShared*>(memory));
             return;
         }
     }
@@ -156,7 +160,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
             if (FOLD_ANSWERS || ALL_READ || (!row.folds() && row.history() <= READ_HISTORY && row.tokens <= TOKENS &&
                                              (!GRAM || row.history() + row.tokens <= ENTRY_ROWS))) {
                 if constexpr (KDA_READS_TOKEN) {
-                    return KdaTokenRead<STATE>(block, held, *reinterpret_cast<KdaTokenShared*>(memory)).run();
+                    return KdaTokenRead<STATE>(block, *reinterpret_cast<KdaTokenShared*>(memory)).run();
                 } else if constexpr (READS_TOKEN) {
                     return TokenRead<STATE>(block, *reinterpret_cast<TokenShared*>(memory)).run();
                 } else {

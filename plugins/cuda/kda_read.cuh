@@ -21,11 +21,8 @@ struct KdaTokenRead : KdaAdjoint {
     TokenProduct<T> product;
     ACT value;  // of the lane's row
 
-    // The token's inputs have been requested.
-    __device__ KdaTokenRead(const Work& work, const HeldInputs& held, KdaTokenShared& memory)
-        : KdaAdjoint(work, memory.adjoint, memory.keys_ready), shared(memory), product(work, memory.tiles, memory.tiles_ready) {
-        own = held;
-    }
+    __device__ KdaTokenRead(const Work& work, KdaTokenShared& memory)
+        : KdaAdjoint(work, memory.adjoint, memory.keys_ready), shared(memory), product(work, memory.tiles, memory.tiles_ready) {}
 
     // ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -42,6 +39,7 @@ struct KdaTokenRead : KdaAdjoint {
     }
 
     __device__ void request() {
+        own.request(w);
         request_beta();
         if (product.has_row()) value = w.v(0)[product.row()];
         request_ring();
