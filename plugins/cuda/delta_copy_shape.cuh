@@ -44,6 +44,7 @@ struct CopyReadShared {
     alignas(128) CopyPart parts[COPY_STAGES > 0 ? COPY_STAGES : 1];
     alignas(16) CopyReadInputs in;
 };
-// On which they arrive, and a single token's values. A fold takes over the rest of the shared memory, but nothing else may lie where a barrier has been.
+// On which they arrive, and a single token's values. A fold takes over the rest of the shared memory, but nothing else may lie where a
+// barrier has been.
 typedef u64 PartBarriers[(COPY_STAGES > 0 ? COPY_STAGES : 1) + KDA_TOKEN];
 static_assert(!READS_COPY || (sizeof(PartBarriers) < BARRIER_ROOM && sizeof(CopyReadShared) + BARRIER_ROOM <= COPY_READ_LIMIT));

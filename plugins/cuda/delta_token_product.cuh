@@ -58,7 +58,8 @@ struct TokenProduct {
 
     // ---- products ------------------------------------------------------------------------------------------------------
 
-    // Of head n, with x in an upper and a lower part. Eight rows are the columns of a product whose rows are these parts, each several times.
+    // Of head n, with x in an upper and a lower part. Eight rows are the columns of a product whose rows are these parts, each several
+    // times.
     // Lane 4 g + t has state row g, of which an even row's half of 128 bytes comes first where an odd one's comes last: it takes them from
     // different banks.
     __device__ float multiply(int n, const STATE (*parts_of_x)[KEY_DIM]) const {

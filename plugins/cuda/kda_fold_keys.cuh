@@ -202,7 +202,7 @@ private:
         for (int half = 0; half < 2; ++half) {
             float x[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = k[8 * half + i] * decays[8 * half + i];
+            for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(k[8 * half + i], decays[8 * half + i]);
             store_planes<FOLD_PARTS>(x, &to.v[warp()][0][half], 2, KeyPlanes::row(lane()));
         }
     }
@@ -210,7 +210,7 @@ private:
         const int column = thread / 4 * 4 + thread % 4 / 2 + thread % 2 * 2;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
-            const float x = runs.k[i] * runs.until[i], upper = tf32_part(x);
+            const float x = __fmul_rn(runs.k[i], runs.until[i]), upper = tf32_part(x);
             shared.splits[0][i][column] = upper, shared.splits[1][i][column] = x - upper;
         }
     }

@@ -47,12 +47,13 @@ struct ChannelRuns {
     // Entry n of the 8 that have bit b, or have it not.
     __device__ static constexpr int entry(int n, int b, bool has) { return n / b * 2 * b + n % b + (has ? b : 0); }
 
-    // Keys with decays to or from the boundary.
+    // Keys with decays to or from the boundary. Here and below products are rounded before their parts are taken: fused with a part's
+    // subtraction, as it pleases the compiler, a checkpoint beside a copy would have other bits than one without.
     __device__ __forceinline__ void of_boundary(int b, bool has, float (&x)[8]) const {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             const int e = entry(n, b, has);
-            x[n] = k[e] * (has ? until[e] : behind[e]);
+            x[n] = __fmul_rn(k[e], has ? until[e] : behind[e]);
         }
     }
     // Runs of b entries become those of 2 b.

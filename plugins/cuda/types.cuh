@@ -17,7 +17,7 @@ __device__ __forceinline__ float to_float(fp16 x) { return f16_to_f32(x.bits); }
 // The same of what has been loaded ahead: not before the program comes here, since it would wait for memory there.
 template <typename T>
 __device__ __forceinline__ float late_float(T x) {
-    return to_float(T{opaque(x.bits)});
+    return to_float(T{opaque_16_bits(x.bits)});
 }
 __device__ __forceinline__ float late_float(float x) { return x; }
 

@@ -7,7 +7,7 @@ __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
 }
-__device__ __forceinline__ u16 opaque(u16 value) {
+__device__ __forceinline__ u16 opaque_16_bits(u16 value) {
     asm volatile("" : "+h"(value));
     return value;
 }
