@@ -24,7 +24,9 @@ constexpr int tiles_bytes(int rows) { return WARPS * (rows * ROW_BYTES + int(siz
 constexpr int ROW_LANES = 8, ROWS_AT_ONCE = 32 / ROW_LANES, ROW_VECTOR = 16 / int(sizeof(STATE));
 constexpr int small_tile_rows(int rows) { return rows > ROWS_AT_ONCE && rows * ROW_BYTES > 2048 ? small_tile_rows(rows / 2) : rows; }
 constexpr int SMALL_TILE_ROWS = small_tile_rows(WARP_ROWS), SMALL_TILES = HEADS * (WARP_ROWS / SMALL_TILE_ROWS);
-constexpr int SMALL_TILES_THAT_FIT = TILE_ROOM > 0 ? TILE_ROOM / tiles_bytes(SMALL_TILE_ROWS) : 0;
+// What rounding up takes counts where inputs of scalar decays are wide.
+constexpr int SMALL_TILE_ROOM = GRAM || PER_CHANNEL ? TILE_ROOM : LARGE_TILE_ROOM;
+constexpr int SMALL_TILES_THAT_FIT = SMALL_TILE_ROOM > 0 ? SMALL_TILE_ROOM / tiles_bytes(SMALL_TILE_ROWS) : 0;
 constexpr bool BY_EIGHTS = ONE_ROW_A_LANE && KEY_DIM % (ROW_LANES * ROW_VECTOR) == 0 && KEY_DIM <= 128 &&
                            power_of_two(WARP_ROWS) && WARP_ROWS % ROWS_AT_ONCE == 0 && SMALL_TILES_THAT_FIT >= 2;
 
