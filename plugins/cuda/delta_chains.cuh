@@ -105,8 +105,7 @@ struct Chains {
         }
     }
 
-    // The same, a channel a thread, where nothing waits for anything but memory, once.
-    static constexpr bool GATES_AT_ONCE = PER_CHANNEL && READ_TOKENS > 1 && KEY_DIM == THREADS && HEADS == 1 && READ_HISTORY <= THREADS;
+    // The same, where nothing waits for anything but memory, once.
     __device__ void load_all_gates() {
         const int channel = threadIdx.x;
         ACT logits[READ_TOKENS], beta_logit = {};

@@ -52,10 +52,11 @@ __device__ __forceinline__ float finish_beta(const Work& w, int index, float sto
         w.t.ring_beta_out[w.ring_beta_at(w.append_row(index - w.row.history()))] = beta;
     return beta;
 }
-// Likewise the log decay, of one channel where decays are per channel.
+// Likewise the log decay, of one channel where decays are per channel. SHORT: as chains have it (delta_read_shape.cuh, GATES_AT_ONCE).
+template <bool SHORT = false>
 __device__ __forceinline__ float finish_decay(const Work& w, int index, int channel, float stored, bool first_pass) {
     if (index < w.row.history() || (PER_CHANNEL && channel >= KEY_DIM)) return stored;
-    const float g = w.log_decay(stored, channel);
+    const float g = SHORT ? Work::short_log_decay(w.decay_rate(), stored + w.t.dt_bias[w.gate_at(channel)]) : w.log_decay(stored, channel);
     if (appends(w, index, first_pass) && w.leads_head())
         w.t.ring_g_out[w.ring_g_at(w.append_row(index - w.row.history())) + (PER_CHANNEL ? channel : 0)] = g;
     return g;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void normalise(Entry& in, bool with_q) {
 }
 
 // exp(g) in place of what `row` of shared memory holds of a lane's columns; a few registers at a time.
-template <int TOGETHER>
+template <int TOGETHER, bool SHORT>
 __device__ __forceinline__ void finish_decays(const Work& w, int lane, int index, float* row, bool first_pass) {
     if (index < w.row.history()) {
 #pragma unroll
@@ -90,7 +91,7 @@ __device__ __forceinline__ void finish_decays(const Work& w, int lane, int index
 #pragma unroll TOGETHER
     for (int i = 0; i < LANE_COLS; ++i) {
         const int channel = lane_column(lane, i);
-        row[channel] = expf(finish_decay(w, index, channel, row[channel], first_pass));
+        row[channel] = expf(finish_decay<SHORT>(w, index, channel, row[channel], first_pass));
     }
 }
 

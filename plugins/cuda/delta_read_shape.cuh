@@ -39,6 +39,11 @@ constexpr int HEAD_WARPS = WARPS / HEADS;                                 // war
 constexpr int CHAINS = (READ_TOKENS + HEAD_WARPS - 1) / HEAD_WARPS;       // tokens of a warp
 static_assert(WARPS % HEADS == 0 && (HEADS_PER_KEY % HEADS == 0 || HEADS % HEADS_PER_KEY == 0), "heads of a block");
 
+// Chains of 16-bit inputs have a channel a thread, and take softplus with few instructions; so does a recurrence that answers in their
+// place, since rings have the same bits whichever it is.
+constexpr bool GATES_AT_ONCE =
+    NARROW_INPUTS && PER_CHANNEL && READ_TOKENS > 1 && KEY_DIM == THREADS && HEADS == 1 && READ_HISTORY <= THREADS;
+
 // Entries that a step has room for, and the same in the blocks of 16 that a matrix product takes. Rows that do not fold keep within
 // the window.
 constexpr int ENTRY_ROWS = ((READS_ALL ? MOST_HISTORY + READ_TOKENS : WINDOW) + 3) / 4 * 4;

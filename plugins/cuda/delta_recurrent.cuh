@@ -107,7 +107,7 @@ struct RecurrentTile {
             shared.beta[at] = finish_beta(w, from + at, in.beta, first == 0);
             if constexpr (PER_CHANNEL) {
                 store_padded(shared.decay[at], lane, in.g);
-                finish_decays<1>(w, lane, from + at, shared.decay[at], first == 0);
+                finish_decays<1, GATES_AT_ONCE && PASS == Pass::ANSWER>(w, lane, from + at, shared.decay[at], first == 0);
             } else {
                 shared.decay[at][0] = expf(finish_decay(w, from + at, 0, in.g[0], first == 0));
             }

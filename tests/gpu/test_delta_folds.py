@@ -1,4 +1,4 @@
-"""Folds of delta-rule layers with a read copy: the checkpoint has the bits of one without a copy."""
+"""Delta-rule layers with a read copy: checkpoint and rings have the bits of those of a layer without one."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def check_bits(case: Case) -> None:
     inputs = [torch.randn(case.rows, case.tokens, n, generator=generator).to(case.activation).cuda() for n in widths]
     A_log, dt_bias = torch.rand(value_heads, generator=generator).cuda(), torch.zeros(gates, device="cuda")
     device = device_gated_delta.gated_delta if is_gated_delta else device_kda.kda
-    states = []
+    left = []
     for read in ("same", case.read):
         bound = {name: pool for name, pool in pools.items() if read != "same" or not harness.is_copy(name)}
         moved = harness.to_device(bound)
         layer = replace(case, read=read).attributes
         device(layer, *inputs, A_log, dt_bias, harness.step_tensor(plans).cuda(), moved)
-        states.append(moved["state"].cpu().view(torch.uint8))
+        left.append({name: pool.cpu().view(torch.uint8) for name, pool in moved.items()})
     assert any(plan.folded and plan.fold_to > plan.folded for plan in plans)
-    assert torch.equal(*states)
+    for name, plain in left[0].items():
+        assert torch.equal(plain, left[1][name]), name
 
 
 @pytest.mark.parametrize("read", FORMATS)
