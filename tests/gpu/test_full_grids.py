@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import harness
 import pytest
 import test_delta_rule
@@ -47,20 +49,30 @@ def test_two_heads_a_block(tokens, state, read, launched):
     assert dict(launched[0].kernel.defines)["HEADS_A_BLOCK"] == 2
 
 
+def whole(layer: str, tokens: int, dtypes: tuple[torch.dtype, torch.dtype], read: str = "same") -> Case:
+    """A step each of whose heads is one block's."""
+    activation, state = dtypes
+    draft = tokens - 1 if tokens <= 16 else 0
+    return Case(layer, tokens, heads=(4, 4), draft=draft, activation=activation, state=state, read=read)
+
+
 @pytest.mark.parametrize(
     ("dtypes", "read"), [((BF16, FP32), "fp8"), ((BF16, FP32), "nvfp4"), *((d, "same") for d in DTYPES)], ids=str
 )
 @pytest.mark.parametrize("layer", ["gated_delta", "kda"])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 24])
 def test_whole_heads(tokens, layer, dtypes, read, launched):
-    """No head is divided."""
-    activation, state = dtypes
-    draft = tokens - 1 if tokens <= 16 else 0
-    case = Case(layer, tokens, heads=(4, 4), draft=draft, activation=activation, state=state, read=read)
-    test_delta_rule.run_case(case)
+    test_delta_rule.run_case(replace(whole(layer, tokens, dtypes, read), rows=ROWS))
     assert tokens > 16 or dict(launched[0].kernel.defines)["SPLIT"] == 1
-    if tokens <= 16:
-        test_delta_rule.run_case(case, spoilt=True)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", ["gated_delta", "kda"])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
+def test_rows_of_whole_heads(tokens, layer, dtypes):
+    """Of every kind, and beside tokens that are no numbers."""
+    test_delta_rule.run_case(whole(layer, tokens, dtypes))
+    test_delta_rule.run_case(whole(layer, tokens, dtypes), spoilt=True)
 
 
 @pytest.mark.parametrize("tokens", [4, 16])
