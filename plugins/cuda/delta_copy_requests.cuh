@@ -83,7 +83,8 @@ struct CopyRequests {
         if constexpr (!WHOLE_VALUES)
 #pragma unroll 1
             for (int j = warp; j <= history; j += WARPS)
-                request_row<SLICE>(in.v[0][j], j < history ? w.t.ring_v + w.ring_v_at(w.history_row(j)) : w.v(0), lane);
+                request_row<SLICE>(in.v[0][j],
+                                   j < history ? reinterpret_cast<const ACT*>(w.t.ring_v + w.ring_v_at(w.history_row(j))) : w.v(0), lane);
         if (!WHOLE_VALUES || threadIdx.x != PARTS_FROM) return;
         u64* arrived = &ready[COPY_STAGES];
         constexpr u32 BYTES = sizeof(in.v[0][0]);
