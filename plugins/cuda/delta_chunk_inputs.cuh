@@ -4,9 +4,8 @@
 // 16-bit type they stay in it and arrive without passing registers. Otherwise they are floats, and so are those with decays
 // per channel, which are multiplied into the keys.
 #pragma once
-#include "delta_read_shape.cuh"
+#include "delta_step_answer.cuh"
 #include "ptx/async_copy.cuh"
-#include "tf32_parts.cuh"
 
 constexpr int CHUNK = KEY_DIM <= 128 ? 16 : 8;
 constexpr int BLOCKS = CHUNK / 8;
@@ -34,6 +33,11 @@ constexpr bool FOLDS_APART = READS_ALL && TOKENS > 0 && CHUNKED && !KDA_VERIFIES
                              (ONE_CHUNK || sizeof(STATE) == 4 || FEW_NARROW_ENTRIES);
 constexpr bool BF16_KEYS = NARROW && same_type<ACT, bf16>::value && CHUNK == 16;
 constexpr bool FOLDS_BF16 = FOLDS_APART && BF16_KEYS && KEY_DIM % 64 == 0 && SLICE <= 128;
+// Such a fold answers the step's tokens on the way, if it takes up the ring, and that is one chunk.
+constexpr bool FOLD_ANSWERS_STEP = ANSWERS_FIRST && GRAM && FOLDS_BF16;
+__device__ __forceinline__ bool fold_answers_step(const Row& row) {
+    return FOLD_ANSWERS_STEP && row.folds() && !row.absorbs() && row.history() <= CHUNK;
+}
 // A prefill has the next chunk on its way while one is worked on; other steps rarely have a second one.
 constexpr bool AHEAD = NARROW && TOKENS == 0;
 constexpr int INPUT_STAGES = AHEAD ? 2 : 1;
@@ -76,7 +80,16 @@ struct ChunkSystem {
     alignas(16) float gains[CHUNK / 2][4];
 };
 
-struct ChunkShared {
+template <bool>
+struct FoldCoefficients {
+    StepCoefficients step[1];
+};
+template <>
+struct FoldCoefficients<false> {
+    static constexpr StepCoefficients* step = nullptr;
+};
+
+struct ChunkShared : FoldCoefficients<FOLD_ANSWERS_STEP> {
     ChunkInputs inputs[INPUT_STAGES];
     alignas(16) float decay[PER_CHANNEL ? CHUNK : 1][PER_CHANNEL ? KEY_STRIDE : 4];  // exp(g), then k exp(G_last - G)
     float last[PER_CHANNEL ? KEY_STRIDE : 4];                                         // exp(G_last) per channel

@@ -140,16 +140,8 @@ struct Fold {
         Chunk{block.of_head(n), shared.chunk, false, opaque(int(threadIdx.x))}.request_values(shared.chunk.inputs[0], 0, entries());
         end_copies();
     }
-    // The token's query, of all heads of the block, by a warp that has neither gates nor the triangular system.
+    // The warp that finishes the token's query, for all heads of the block: it has neither gates nor the triangular system.
     static constexpr int QUERY_WARP = 1;
-    __device__ void finish_query(float (&query)[LANE_COLS]) const {
-        float squares[1] = {dot(query, query)};
-        sum_all<32>(squares);
-        const float scale = rsqrtf(squares[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
-#pragma unroll
-        for (float& x : query) x *= scale;
-        store_columns(shared.chunk.query, lane(), query);
-    }
     // A chunk's inputs, the warp's first rows if nobody has requested them, and what the chunk derives of its inputs, while rows arrive.
     __device__ void prepare(Tile& tile, int from) const {
         const bool rows = tile.holds && tile.active();
@@ -165,7 +157,7 @@ struct Fold {
             chunk.request_gates(from, count);
             end_copies();
             request_in_passes(rows_at(tile.w, 0, from), rows);
-            if (asked) finish_query(query);
+            if (asked) finish_query(query), store_columns(shared.chunk.query, lane(), query);
             tile.thread = opaque(int(threadIdx.x));
             tile.template prepare_requested<TileCopy::PASSES>(chunk, 0, from, from + count, entries());
         } else {

@@ -117,6 +117,23 @@ struct FoldTile : ChunkTile<false, true> {
         if (t() < 2) w.o(0)[row() + 8 * t()] = from_float<ACT>(t() ? o[1] : o[0]);
     }
 
+    // Of the step's tokens, from the new state in shared memory.
+    __device__ void answer_step(Cursor at) const {
+        StepAnswer<KEY> step(w, *shared.step, lane(), row());
+#pragma unroll 1
+        for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {
+#pragma unroll
+            for (int n = 0; n < WRITTEN_TOGETHER; ++n) {
+                float x[2][4];
+                at.load(x, n);
+                step.add(x, 16 * n);
+                if (STEP_BLOCKS > 1) __syncwarp();
+            }
+            at.move(WRITTEN_TOGETHER), step.move(16 * WRITTEN_TOGETHER);
+        }
+        step.store();
+    }
+
     // As ChunkTile's.
     __device__ void read_chunk(const ChunkInputs& in, int, Sum (&stored)[BLOCKS]) {
         Cursor at = begin(in);
@@ -131,6 +148,8 @@ struct FoldTile : ChunkTile<false, true> {
         split_updates(u, parts);
         Cursor at = begin(in);
         at.move(PAIRS);
-        write(at, chunk_decay(in), parts, READ_BITS == 8 || (READ_BITS == 4 && !next_active()));
+        write(at, chunk_decay(in), parts, FOLD_ANSWERS_STEP || READ_BITS == 8 || (READ_BITS == 4 && !next_active()));
+        thread = FOLD_ANSWERS_STEP ? opaque(int(threadIdx.x)) : thread;
+        if constexpr (FOLD_ANSWERS_STEP) answer_step(begin(in));
     }
 };

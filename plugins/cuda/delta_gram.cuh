@@ -94,10 +94,10 @@ struct Gram : GramSystem<T, Results> {
         }
     }
 
-    // All of it, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS. LATER: groups of copies
+    // All of it but x, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS. LATER: groups of copies
     // requested after them, which need not have arrived.
     template <int LATER = 0, typename Append>
-    __device__ void run(float unit, Append append) const {
+    __device__ void find_coefficients(float unit, Append append) const {
         typename System::Decays decays;
         if (has_keys()) {
             Keys::template wait_for_keys<LATER>();
@@ -112,6 +112,11 @@ struct Gram : GramSystem<T, Results> {
         }
         if (solves()) solve(decays, unit);
         __syncthreads();
+    }
+    // x, too.
+    template <int LATER = 0, typename Append>
+    __device__ void run(float unit, Append append) const {
+        find_coefficients<LATER>(unit, append);
         combine();
     }
 };

@@ -19,6 +19,14 @@ __device__ __forceinline__ void load_columns(const T* row, int lane, float (&to)
         }
     }
 }
+// A query of a warp's lanes as S is to be multiplied by it (plugins/gated_delta.py).
+__device__ __forceinline__ void finish_query(float (&q)[LANE_COLS]) {
+    float squares[1] = {dot(q, q)};
+    sum_all<32>(squares);
+    const float scale = rsqrtf(squares[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
+#pragma unroll
+    for (float& x : q) x *= scale;
+}
 template <typename T>
 __device__ __forceinline__ void store_columns(T* row, int lane, const float (&from)[LANE_COLS]) {
     if constexpr (WIDE) {

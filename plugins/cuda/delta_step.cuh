@@ -3,6 +3,7 @@
 #include "delta_chunk.cuh"
 #include "delta_copy_read.cuh"
 #include "delta_fold.cuh"
+#include "delta_fold_step.cuh"
 #include "delta_read.cuh"
 #include "delta_recurrent.cuh"
 #include "delta_token_read.cuh"
@@ -63,10 +64,21 @@ __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsi
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
 
-// A step with a read copy, or of several tokens without one: what it answers does not depend on whether it folds.
+// A step with a read copy, or of several tokens without one. Beside a copy what it answers does not depend on whether it folds.
 template <typename T>
 __device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& held, const int* step, unsigned char* memory) {
     Row& row = block.row;
+    if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0) {
+        FoldShared& shared = *reinterpret_cast<FoldShared*>(memory);
+        if (fold_answers_step(row)) {
+            row.folded = row.fold_to;
+            FoldStep<ReadInputs, FoldShared>{block, reinterpret_cast<ReadShared*>(memory)->in, shared}.prepare();
+            // The plan comes from memory again: no register holds it meanwhile.
+            row = load_row(step, block.batch(), block.t.tokens);
+            row.tokens = 0;
+            return Fold{block, shared}.run();
+        }
+    }
     if constexpr (ANSWERS_FIRST) {
         __shared__ ReadBarriers barriers;
         read_step(block, *reinterpret_cast<ReadShared*>(memory), barriers);
@@ -84,6 +96,8 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& h
     }
     if (!row.absorbs()) row.tokens = 0;
     __syncthreads();
+    if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0)
+        if (threadIdx.x == 0) reinterpret_cast<FoldShared*>(memory)->chunk.step->tokens = 0;  // they have been answered
     if constexpr (KDA_FOLDS && sizeof(T) > 0) {
         if (ONE_CHUNK || kda_folds(row)) return fold_channels<false>(block, step, memory);
     }

@@ -13,6 +13,7 @@ struct TileEntries {
     int thread;  // threadIdx.x, of which the compiler knows nothing between the stages of a chunk: it saves registers
 
     __device__ int warp() const { return u32(thread) / 32; }
+    __device__ int lane() const { return u32(thread) % 32; }
     __device__ int g() const { return u32(thread) % 32 / 4; }
     __device__ int t() const { return u32(thread) % 4; }
     __device__ int row() const { return first + 16 * warp() + g(); }  // the lane's first, within the slice

@@ -220,15 +220,16 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
         if (first < SLICE) tile.read(read);
         if (!solvable) __syncthreads();
         solvable = true;
-        if (ANSWERS && first >= SLICE) continue;
-        if (first >= SLICE) break;
+        if (first >= SLICE) {
+            if (ANSWERS) continue;
+            break;
+        }
         float x[BLOCKS][4];
         tile.thread = opaque(tile.thread);
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
-        first += 16 * WARPS;
-        if (!ANSWERS && first >= SLICE) break;
+        if (!ANSWERS && (first += 16 * WARPS) >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));
 }

@@ -148,13 +148,9 @@ private:
     __device__ __forceinline__ void make_token() const {
         shared.splits[0][w.row.history()][thread] = w.log_decay(w.decay_logit(0, thread), thread);
         if (warp() == 0) {
-            float q[LANE_COLS], squares[1];
+            float q[LANE_COLS];
             load_columns(w.q(0), lane(), q);
-            squares[0] = dot(q, q);
-            sum_all<32>(squares);
-            const float norm = rsqrtf(squares[0] + NORM_EPSILON) * rsqrtf(float(KEY_DIM));
-#pragma unroll
-            for (int i = 0; i < LANE_COLS; ++i) q[i] *= norm;
+            finish_query(q);
             store_columns(shared.q, lane(), q);
         }
     }

@@ -80,7 +80,7 @@ struct RequestedSteps {
             if (at >= heads.count * ENTRY_ROWS) continue;
             float step = __uint_as_float(dt[i]);
             if (j >= seq.history && j < seq.length) {
-                step = clamped(softplus(to_float(ACT{u16(opaque(int(dt[i])))}) + bias[i]), DT_MIN, DT_MAX);
+                step = clamped(softplus(late_float(ACT{u16(dt[i])}) + bias[i]), DT_MIN, DT_MAX);
                 if (ring.appends) ring.dt[(heads.first + h) * RING_ROWS + seq.ring_row(j)] = step;
             }
             out.dt[h][j] = step;
