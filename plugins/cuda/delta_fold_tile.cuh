@@ -131,7 +131,7 @@ struct FoldTile : ChunkTile<false, true> {
             }
             at.move(WRITTEN_TOGETHER), step.move(16 * WRITTEN_TOGETHER);
         }
-        step.store();
+        step.finish();
     }
 
     // As ChunkTile's.

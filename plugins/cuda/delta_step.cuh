@@ -55,11 +55,14 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
 }
 
 // What kda_folds names. Behind it the plan comes from memory again: no register holds it meanwhile.
-template <bool ANSWERS>
-__device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory) {
+struct KeepNothing {
+    __device__ void operator()() const {}
+};
+template <bool ANSWERS, typename Keep = KeepNothing>
+__device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory, Keep keep = Keep()) {
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
     if (KDA_VERIFIES || !block.row.absorbs()) block.row.tokens = 0;
-    const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory));
+    const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory), keep);
     static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
@@ -72,11 +75,27 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& h
         FoldShared& shared = *reinterpret_cast<FoldShared*>(memory);
         if (fold_answers_step(row)) {
             row.folded = row.fold_to;
-            FoldStep<ReadInputs, FoldShared>{block, reinterpret_cast<ReadShared*>(memory)->in, shared}.prepare();
+            prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *shared.chunk.step);
             // The plan comes from memory again: no register holds it meanwhile.
             row = load_row(step, block.batch(), block.t.tokens);
             row.tokens = 0;
             return Fold{block, shared}.run();
+        }
+    }
+    if constexpr (KDA_FOLD_ANSWERS_STEP && sizeof(T) > 0) {
+        if (row.folds() && !row.absorbs()) {
+            KdaFoldShared& shared = *reinterpret_cast<KdaFoldShared*>(memory);
+            float x[READ_TOKENS];
+            row.folded = row.fold_to;
+            prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *shared.step, x);
+            const auto keep = [&] {
+#pragma unroll
+                for (int token = 0; token < READ_TOKENS; ++token) shared.x()[token][threadIdx.x] = x[token];
+            };
+            if (!READS_PLANES) keep();
+            return fold_channels<true>(block, step, memory, [&] {
+                if (READS_PLANES) keep();
+            });
         }
     }
     if constexpr (ANSWERS_FIRST) {
@@ -91,7 +110,7 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& h
     if (!row.folds()) return;
     if constexpr (KDA_VERIFIES && sizeof(T) > 0) {
         __syncthreads();
-        if (row.absorbs()) return replay<Pass::FOLD>(block, memory);
+        if (KDA_FOLD_ANSWERS_STEP || row.absorbs()) return replay<Pass::FOLD>(block, memory);
         return fold_channels<false>(block, step, memory);
     }
     if (!row.absorbs()) row.tokens = 0;

@@ -16,36 +16,74 @@ constexpr int STEP_COLUMNS = READ_TOKENS < 4 ? 4 : READ_TOKENS, STEP_BLOCKS = 2 
 constexpr int OUTPUT_BLOCKS = (READ_TOKENS + 7) / 8;
 
 // Zero behind a token's own, and for tokens that the row has not.
-struct StepCoefficients {
-    alignas(16) float products[HEADS][READ_TOKENS][2 * STEP_COLUMNS];  // b, then a in column STEP_COLUMNS + t
-    float values[HEADS][READ_TOKENS][STEP_COLUMNS];                    // c
+struct ValueCoefficients {
+    float values[HEADS][READ_TOKENS][STEP_COLUMNS];  // c
     int tokens;
 };
+struct StepCoefficients : ValueCoefficients {
+    alignas(16) float products[HEADS][READ_TOKENS][2 * STEP_COLUMNS];  // b, then a in column STEP_COLUMNS + t
+};
 
-// Of a lane's rows `row` and row + 8 of the slice. T: of keys, queries and values.
-template <typename T>
-struct StepAnswer {
+// Of a lane's rows `row` and row + 8 of the slice: what the tokens' values add, and the answer.
+template <typename Coefficients>
+struct StepRows {
     const Work& w;
-    const StepCoefficients& by;
+    const Coefficients& by;
     const int lane, row;
     static constexpr int VALUES = STEP_COLUMNS / 4;  // of tokens t, 4 + t ...
     ACT values[VALUES][2];
-    const T* key;  // the lane's columns, of the token of its first block
-    Sum products[STEP_BLOCKS] = {};
 
-    __device__ StepAnswer(const Work& work, const StepCoefficients& coefficients, int in_lane, int first_row)
+    __device__ StepRows(const Work& work, const Coefficients& coefficients, int in_lane, int first_row)
         : w(work), by(coefficients), lane(in_lane), row(first_row) {
 #pragma unroll
         for (int i = 0; i < 2 * VALUES; ++i) values[i / 2][i % 2] = w.v(existing(i / 2 * 4 + t()))[row + i % 2 * 8];
-        const bool query = STEP_BLOCKS == 1 && g() >= STEP_COLUMNS;
-        const int token = existing(STEP_BLOCKS == 1 ? g() % STEP_COLUMNS : g());
-        key = reinterpret_cast<const T*>(w.k(token)) - (query ? KEY_HEADS * KEY_DIM : 0) + 4 * t();
     }
 
     __device__ int g() const { return lane / 4; }
     __device__ int t() const { return lane % 4; }
     // A lane that has no token has the first one's, with coefficients of zero.
     __device__ int existing(int token) const { return token < by.tokens ? token : 0; }
+    // Of block m of outputs, the token of column g.
+    __device__ int column_token(int m) const { return min(8 * m + g(), READ_TOKENS - 1); }
+
+    __device__ void add_values(Sum& o, int m) const {
+        const float* c = by.values[w.n][column_token(m)];
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 2) {
+            float v[4], b[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const bool exists = i + e < VALUES;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) v[2 * e + half] = exists ? late_float(values[exists ? i + e : i][half]) : 0.0f;
+                b[e] = exists ? c[4 * (i + e) + t()] : 0.0f;
+            }
+            mma_tf32(o.rest, v, b[0] - tf32_part(b[0]), b[1] - tf32_part(b[1]));
+            mma_tf32(o.upper, v, tf32_part(b[0]), tf32_part(b[1]));
+        }
+    }
+    __device__ void store(const Sum& o, int m) const {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int token = 8 * m + 2 * t() + e % 2;
+            if (token < by.tokens) w.o(token)[row + e / 2 * 8] = from_float<ACT>(o.get(e));
+        }
+    }
+};
+
+// T: of keys and queries.
+template <typename T>
+struct StepAnswer : StepRows<StepCoefficients> {
+    const T* key;  // the lane's columns, of the token of its first block
+    Sum products[STEP_BLOCKS] = {};
+
+    __device__ StepAnswer(const Work& work, const StepCoefficients& coefficients, int in_lane, int first_row)
+        : StepRows(work, coefficients, in_lane, first_row) {
+        const bool query = STEP_BLOCKS == 1 && g() >= STEP_COLUMNS;
+        const int token = existing(STEP_BLOCKS == 1 ? g() % STEP_COLUMNS : g());
+        key = reinterpret_cast<const T*>(w.k(token)) - (query ? KEY_HEADS * KEY_DIM : 0) + 4 * t();
+    }
+
     // Elements from the lane's columns of the first block to those of another.
     __device__ int to_block(int block) const {
         constexpr int KEY_BLOCKS = (STEP_BLOCKS + 1) / 2;
@@ -72,37 +110,20 @@ struct StepAnswer {
         }
     }
 
-    __device__ void store() const {
-        float v[VALUES][2];
-#pragma unroll
-        for (int i = 0; i < 2 * VALUES; ++i) v[i / 2][i % 2] = late_float(values[i / 2][i % 2]);
+    __device__ void finish() const {
 #pragma unroll
         for (int m = 0; m < OUTPUT_BLOCKS; ++m) {
-            const int token = min(8 * m + g(), READ_TOKENS - 1);
             Sum o = {};
-#pragma unroll
-            for (int i = 0; i < VALUES; i += 2) {
-                const bool second = i + 1 < VALUES;
-                const float a[4] = {v[i][0], v[i][1], second ? v[i + second][0] : 0.0f, second ? v[i + second][1] : 0.0f};
-                float c[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) c[e] = e == 0 || second ? by.values[w.n][token][4 * (i + e) + t()] : 0.0f;
-                mma_tf32(o.rest, a, c[0] - tf32_part(c[0]), c[1] - tf32_part(c[1]));
-                mma_tf32(o.upper, a, tf32_part(c[0]), tf32_part(c[1]));
-            }
+            add_values(o, m);
 #pragma unroll
             for (int block = 0; block < STEP_BLOCKS; ++block) {
                 float x[4], b[2];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[e] = products[block].get(e);
-                load_vector<2>(&by.products[w.n][token][8 * block + 2 * t()], b);
+                load_vector<2>(&by.products[w.n][column_token(m)][8 * block + 2 * t()], b);
                 o.add<false>({x[0], x[2], x[1], x[3]}, b[0], b[1]);
             }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int to = 8 * m + 2 * t() + e % 2;
-                if (to < by.tokens) w.o(to)[row + e / 2 * 8] = from_float<ACT>(o.get(e));
-            }
+            store(o, m);
         }
     }
 };

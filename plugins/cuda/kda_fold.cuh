@@ -17,6 +17,20 @@ struct StateColumns {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) words[i] = stored.v[i];
     }
+    __device__ __forceinline__ void set(const float (&x)[4]) {
+        if constexpr (WORDS == 4)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(x[i]);
+        else
+#pragma unroll
+            for (int i = 0; i < 2; ++i) words[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+    }
+    __device__ __forceinline__ void store(T* to) const {
+        vec<u32, WORDS> stored;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) stored.v[i] = words[i];
+        *reinterpret_cast<vec<u32, WORDS>*>(to) = stored;
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (u32& word : words) word = 0;
@@ -29,8 +43,10 @@ struct StateColumns {
     }
 };
 
+// ANSWERS: of the token that is taken up, or of a step whose x the fold has.
 template <bool ANSWERS>
 struct KdaFoldTile {
+    static constexpr bool ANSWERS_TOKEN = ANSWERS && TOKENS == 1, ANSWERS_STEP = ANSWERS && TOKENS > 1;
     const KdaFoldShared& shared;
     int thread;  // threadIdx.x, of which the compiler knows nothing between the stages: it saves registers
     StateColumns<STATE> S[PAIRS][2];
@@ -147,7 +163,6 @@ struct KdaFoldTile {
 #pragma unroll
         for (int n = 0; n < 4; ++n) parts[n] = split_pair<FOLD_PARTS>(x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
         STATE* rows = shared.state + (first + g()) * KEY_DIM + 4 * t();
-        const bool follows = !shared.fresh && first + 16 * WARPS < SLICE;
         const int offset = KeyPlanes::offset(lane() / 8 % 2, lane() / 16, lane() % 8);
         float o[2] = {};
 #pragma unroll
@@ -172,7 +187,7 @@ struct KdaFoldTile {
 #pragma unroll
             for (int n = 0; n < 8; ++n)
                 taken[n / 4][n % 4] = fmaf(S[p][n / 4].get(n % 4), decay[n % 4], sums[n % 4 / 2].v[n / 4 * 2 + n % 2]);
-            if constexpr (ANSWERS) {
+            if constexpr (ANSWERS_TOKEN) {
                 float q[4];
                 load_vector<4>(&shared.q[16 * p + 4 * t()], q);
 #pragma unroll
@@ -180,15 +195,33 @@ struct KdaFoldTile {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                store_vector<4>(rows + half * 8 * KEY_DIM + 16 * p, taken[half]);
+                if constexpr (ANSWERS_STEP)
+                    S[p][half].set(taken[half]), S[p][half].store(rows + half * 8 * KEY_DIM + 16 * p);
+                else
+                    store_vector<4>(rows + half * 8 * KEY_DIM + 16 * p, taken[half]);
                 if constexpr (READ_BITS == 4)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) largest = larger_magnitude(largest, taken[half][e]);
             }
-            if (follows) load_block(rows + 16 * WARPS * KEY_DIM, p);
+            if (follows(first) && !ANSWERS_STEP) load_block(rows + 16 * WARPS * KEY_DIM, p);
         }
         thread = opaque(thread);
-        if (ANSWERS && shared.o) answer(o, first);
+        if (ANSWERS_TOKEN && shared.o) answer(o, first);
+    }
+    __device__ __forceinline__ bool follows(int first) const { return !shared.fresh && first + 16 * WARPS < SLICE; }
+    // The step's tokens, from the rows as they have been stored, in whose place those below are loaded.
+    template <typename Step>
+    __device__ __forceinline__ void answer_step(const Work& w, int first) {
+        thread = opaque(int(threadIdx.x));
+        Step answer(w, *shared.step, lane(), first + g());
+        const STATE* next = shared.state + (first + 16 * WARPS + g()) * KEY_DIM + 4 * t();
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            answer.add(shared.x(), p, [&](int half, int column) { return S[p][half].get(column); });
+            if (follows(first)) load_block(next, p);
+            __syncwarp();
+        }
+        answer.finish();
     }
     // From a lane's share of the output of its rows.
     __device__ __forceinline__ void answer(float (&o)[2], int first) const {
@@ -197,9 +230,9 @@ struct KdaFoldTile {
     }
 };
 
-// As chunk_step (delta_chunk.cuh), of rows that kda_folds names.
-template <bool ANSWERS>
-__device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) {
+// As chunk_step (delta_chunk.cuh), of rows that kda_folds names. keep(): called where keys are in planes.
+template <bool ANSWERS, typename Keep>
+__device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, Keep keep) {
     if (threadIdx.x == 0 && w.row.folded > 0)
         prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
     KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.make();
@@ -208,6 +241,7 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
     tile.load(w, first);
     wait_copies();
     __syncthreads();
+    keep();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
     // Beside an answer no register is left to count passes.
@@ -229,6 +263,7 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared) 
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
+        if constexpr (KdaFoldTile<ANSWERS>::ANSWERS_STEP) tile.template answer_step<KdaStepAnswer>(w, first);
         if (!ANSWERS && (first += 16 * WARPS) >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));

@@ -12,6 +12,7 @@
 #include "delta_read_shape.cuh"
 #include "delta_tile_entries.cuh"
 #include "kda_key_planes.cuh"
+#include "kda_step_answer.cuh"
 #include "ptx/async_copy.cuh"
 
 // Of rows whose entries are one chunk; with several tokens, of those that take up the ring alone, since no outputs of its entries are
@@ -25,13 +26,27 @@ constexpr int LEVELS = 4;  // bits of an entry's index
 // Keys that read the state are bfloat16, as it is.
 constexpr bool READS_PLANES = same_type<STATE, bf16>::value;
 
-struct KdaFoldShared {
+// Verify steps that take up the ring are answered by the new checkpoint, if x has room beside what the fold needs: of bfloat16 states in
+// the place of keys in tf32 parts.
+constexpr bool KDA_FOLD_ANSWERS_STEP = KDA_VERIFIES && !COPIED && (READS_PLANES || READ_TOKENS <= 8);
+template <bool>
+struct KdaStepShared {
+    float kept_x[READS_PLANES ? 1 : READ_TOKENS][X_PITCH];
+    ValueCoefficients step[1];
+};
+template <>
+struct KdaStepShared<false> {
+    static constexpr float (*kept_x)[X_PITCH] = nullptr;
+    static constexpr ValueCoefficients* step = nullptr;
+};
+
+struct KdaFoldShared : KdaStepShared<KDA_FOLD_ANSWERS_STEP> {
     // At first the log decays of entries, and as ACT their keys; then k exp(G) in tf32 parts, of every 4 columns the even ones first.
-    alignas(16) float splits[2][CHUNK][KEY_DIM + 16];
+    alignas(16) float splits[2][CHUNK][X_PITCH];
     KeyPlanes planes[READS_PLANES ? 2 : 1];  // k exp(G_last - G), and k exp(G)
     ACT v[CHUNK][VALUE_STRIDE];
     float decay[KEY_DIM];             // exp(G_last)
-    float q[KEY_DIM];                 // of the token, as S is to be multiplied by it
+    float q[TOKENS == 1 ? KEY_DIM : 4];  // of the token, as S is to be multiplied by it
     float products[WARPS][LEVELS][8][8];  // P of every warp's channels, of entries that differ first in each bit
     float squares[CHUNK][WARPS];      // of keys
     float lower[LEVELS][8][8];        // A, as products are
@@ -42,6 +57,10 @@ struct KdaFoldShared {
     STATE* state;
     ACT* o;
     bool fresh;
+
+    // Of the step's tokens; of bfloat16 states once keys are in planes.
+    __device__ float (*x())[X_PITCH] { return READS_PLANES ? splits[0] : kept_x; }
+    __device__ const float (*x() const)[X_PITCH] { return READS_PLANES ? splits[0] : kept_x; }
 };
 
 // T: 16-bit, of activations and rings.
