@@ -63,6 +63,7 @@ struct KdaFoldTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) S[p][half].load(rows + half * 8 * KEY_DIM + 16 * p);
     }
+    // Rows of the first tile. Of a checkpoint that must not be read they are zeros, and those below, which will be read, become zeros.
     __device__ __forceinline__ void load(const Work& w, int first) {
         if (w.row.folded > 0 && first < SLICE) {
             const STATE* rows = w.t.state + w.state_at(first + g()) + 4 * t();
@@ -71,6 +72,13 @@ struct KdaFoldTile {
         } else {
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; ++n) S[n / 2][n % 2].clear();
+            STATE* rows = w.t.state_out + w.state_at(first + g()) + 4 * t();
+#pragma unroll 1
+            for (int below = first + 16 * WARPS; below < SLICE; below += 16 * WARPS) {
+                rows += 16 * WARPS * KEY_DIM;
+#pragma unroll
+                for (int n = 0; n < 2 * PAIRS; ++n) S[n / 2][n % 2].store(rows + n % 2 * 8 * KEY_DIM + n / 2 * 16);
+            }
         }
     }
 
@@ -208,8 +216,8 @@ struct KdaFoldTile {
         thread = opaque(thread);
         if (ANSWERS_TOKEN && shared.o) answer(o, first);
     }
-    __device__ __forceinline__ bool follows(int first) const { return !shared.fresh && first + 16 * WARPS < SLICE; }
-    // The step's tokens, from the rows as they have been stored, in whose place those below are loaded.
+    __device__ __forceinline__ static bool follows(int first) { return first + 16 * WARPS < SLICE; }
+    // The step's tokens, from the rows as they have been stored, in whose place come those below.
     template <typename Step>
     __device__ __forceinline__ void answer_step(const Work& w, int first) {
         thread = opaque(int(threadIdx.x));
@@ -244,9 +252,9 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, 
     keep();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
-    // Beside an answer no register is left to count passes.
+    // Beside the answer of a token no register is left to count passes.
     constexpr int PASSES = (SLICE + 16 * WARPS - 1) / (16 * WARPS);
-#pragma unroll ANSWERS ? PASSES : 1
+#pragma unroll ANSWERS && TOKENS == 1 ? PASSES : 1
     for (int pass = 0; !ANSWERS || pass < PASSES; ++pass) {
         if (ANSWERS) first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * 16 * WARPS;
         Sum read[BLOCKS] = {};

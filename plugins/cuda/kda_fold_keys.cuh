@@ -52,11 +52,9 @@ struct KdaFoldShared : KdaStepShared<KDA_FOLD_ANSWERS_STEP> {
     float lower[LEVELS][8][8];        // A, as products are
     float inverse[CHUNK][2 * CHUNK];  // (I + A)^-1 diag(n beta): of every two columns the upper tf32 parts, then the lower ones
     float beta[CHUNK], k_norm[CHUNK];
-    // What would take registers beside the state: addresses of the slice's state and of the token's output, null where there is none, and
-    // whether the state must not be read.
+    // What would take registers beside the state: addresses of the slice's state and of the token's output, null where there is none.
     STATE* state;
     ACT* o;
-    bool fresh;
 
     // Of the step's tokens; of bfloat16 states once keys are in planes.
     __device__ float (*x())[X_PITCH] { return READS_PLANES ? splits[0] : kept_x; }
@@ -81,7 +79,7 @@ struct KdaFoldKeys {
         request_values();
         end_copies();
         if (thread == 0) {
-            shared.state = w.t.state_out + w.state_at(0), shared.fresh = w.row.folded == 0;
+            shared.state = w.t.state_out + w.state_at(0);
             shared.o = w.row.tokens ? w.o(0) : nullptr;
         }
         if (warp() == WARPS - 1 && lane() < CHUNK) shared.beta[lane()] = beta(lane());
