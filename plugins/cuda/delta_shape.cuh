@@ -59,7 +59,7 @@ struct Tensors {
 #endif
 
 // Rows that fold come first, since a fold takes much longer than other steps; with decays per channel no register is left for it.
-constexpr bool IN_TURN = TOKENS > 0 && !PER_CHANNEL;
+constexpr bool IN_TURN = TOKENS > 0 && (!PER_CHANNEL || !COPIED);
 
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.

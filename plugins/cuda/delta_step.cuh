@@ -60,10 +60,10 @@ struct KeepNothing {
 };
 template <bool ANSWERS, typename Keep = KeepNothing>
 __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory, Keep keep = Keep()) {
-    static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
+    static_cast<Row&>(block.row) = load_row(step, block.batch(), block.t.tokens);
     if (KDA_VERIFIES || !block.row.absorbs()) block.row.tokens = 0;
     const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory), keep);
-    static_cast<Row&>(block.row) = load_row(step, int(blockIdx.y), block.t.tokens);
+    static_cast<Row&>(block.row) = load_row(step, block.batch(), block.t.tokens);
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
 
