@@ -119,7 +119,7 @@ struct FoldTile : ChunkTile<false, true> {
 
     // Of the step's tokens, from the new state in shared memory.
     __device__ void answer_step(Cursor at) const {
-        StepAnswer<KEY> step(w, *shared.step, lane(), row());
+        StepAnswer<KEY> step(*shared.step, {w.v(0), w.o(0), w.t.qkv_stride}, w.k(0), w.n, lane(), row());
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {
 #pragma unroll

@@ -24,19 +24,26 @@ struct StepCoefficients : ValueCoefficients {
     alignas(16) float products[HEADS][READ_TOKENS][2 * STEP_COLUMNS];  // b, then a in column STEP_COLUMNS + t
 };
 
-// Of a lane's rows `row` and row + 8 of the slice: what the tokens' values add, and the answer.
+// Of a head's slice: values and outputs of the first token. Tokens are `stride` values apart.
+struct StepTensors {
+    const ACT* v;
+    ACT* o;
+    int stride;
+};
+
+// Of head n of the block, in a lane's rows `row` and row + 8 of the slice: what the tokens' values add, and the answer.
 template <typename Coefficients>
 struct StepRows {
-    const Work& w;
     const Coefficients& by;
-    const int lane, row;
+    const StepTensors of;
+    const int n, lane, row;
     static constexpr int VALUES = STEP_COLUMNS / 4;  // of tokens t, 4 + t ...
     ACT values[VALUES][2];
 
-    __device__ StepRows(const Work& work, const Coefficients& coefficients, int in_lane, int first_row)
-        : w(work), by(coefficients), lane(in_lane), row(first_row) {
+    __device__ StepRows(const Coefficients& coefficients, const StepTensors& tensors, int head, int in_lane, int first_row)
+        : by(coefficients), of(tensors), n(head), lane(in_lane), row(first_row) {
 #pragma unroll
-        for (int i = 0; i < 2 * VALUES; ++i) values[i / 2][i % 2] = w.v(existing(i / 2 * 4 + t()))[row + i % 2 * 8];
+        for (int i = 0; i < 2 * VALUES; ++i) values[i / 2][i % 2] = of.v[existing(i / 2 * 4 + t()) * of.stride + row + i % 2 * 8];
     }
 
     __device__ int g() const { return lane / 4; }
@@ -47,7 +54,7 @@ struct StepRows {
     __device__ int column_token(int m) const { return min(8 * m + g(), READ_TOKENS - 1); }
 
     __device__ void add_values(Sum& o, int m) const {
-        const float* c = by.values[w.n][column_token(m)];
+        const float* c = by.values[n][column_token(m)];
 #pragma unroll
         for (int i = 0; i < VALUES; i += 2) {
             float v[4], b[2];
@@ -66,7 +73,7 @@ struct StepRows {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int token = 8 * m + 2 * t() + e % 2;
-            if (token < by.tokens) w.o(token)[row + e / 2 * 8] = from_float<ACT>(o.get(e));
+            if (token < by.tokens) of.o[token * VALUE_HEADS * VALUE_DIM + row + e / 2 * 8] = from_float<ACT>(o.get(e));
         }
     }
 };
@@ -77,11 +84,12 @@ struct StepAnswer : StepRows<StepCoefficients> {
     const T* key;  // the lane's columns, of the token of its first block
     Sum products[STEP_BLOCKS] = {};
 
-    __device__ StepAnswer(const Work& work, const StepCoefficients& coefficients, int in_lane, int first_row)
-        : StepRows(work, coefficients, in_lane, first_row) {
+    // keys: the first token's.
+    __device__ StepAnswer(const StepCoefficients& coefficients, const StepTensors& tensors, const ACT* keys, int head, int in_lane, int first_row)
+        : StepRows(coefficients, tensors, head, in_lane, first_row) {
         const bool query = STEP_BLOCKS == 1 && g() >= STEP_COLUMNS;
         const int token = existing(STEP_BLOCKS == 1 ? g() % STEP_COLUMNS : g());
-        key = reinterpret_cast<const T*>(w.k(token)) - (query ? KEY_HEADS * KEY_DIM : 0) + 4 * t();
+        key = reinterpret_cast<const T*>(keys) + token * of.stride - (query ? KEY_HEADS * KEY_DIM : 0) + 4 * t();
     }
 
     // Elements from the lane's columns of the first block to those of another.
@@ -89,7 +97,7 @@ struct StepAnswer : StepRows<StepCoefficients> {
         constexpr int KEY_BLOCKS = (STEP_BLOCKS + 1) / 2;
         if (block == 0) return 0;
         const int tokens = existing(block % KEY_BLOCKS * 8 + g()) - existing(g());
-        return tokens * w.t.qkv_stride - (block < KEY_BLOCKS ? 0 : KEY_HEADS * KEY_DIM);
+        return tokens * of.stride - (block < KEY_BLOCKS ? 0 : KEY_HEADS * KEY_DIM);
     }
 
     __device__ void move(int columns) { key += columns; }
@@ -120,7 +128,7 @@ struct StepAnswer : StepRows<StepCoefficients> {
                 float x[4], b[2];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[e] = products[block].get(e);
-                load_vector<2>(&by.products[w.n][column_token(m)][8 * block + 2 * t()], b);
+                load_vector<2>(&by.products[n][column_token(m)][8 * block + 2 * t()], b);
                 o.add<false>({x[0], x[2], x[1], x[3]}, b[0], b[1]);
             }
             store(o, m);

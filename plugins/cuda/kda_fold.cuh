@@ -219,9 +219,9 @@ struct KdaFoldTile {
     __device__ __forceinline__ static bool follows(int first) { return first + 16 * WARPS < SLICE; }
     // The step's tokens, from the rows as they have been stored, in whose place come those below.
     template <typename Step>
-    __device__ __forceinline__ void answer_step(const Work& w, int first) {
+    __device__ __forceinline__ void answer_step(int stride, int first) {
         thread = opaque(int(threadIdx.x));
-        Step answer(w, *shared.step, lane(), first + g());
+        Step answer(*shared.step, {shared.token_v, shared.o, stride}, 0, lane(), first + g());
         const STATE* next = shared.state + (first + 16 * WARPS + g()) * KEY_DIM + 4 * t();
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
@@ -252,18 +252,19 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, 
     keep();
     if (threadIdx.x / 32 == WARPS - 1) KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.invert();
     bool solvable = false;
-    // Beside the answer of a token no register is left to count passes.
     constexpr int PASSES = (SLICE + 16 * WARPS - 1) / (16 * WARPS);
-#pragma unroll ANSWERS && TOKENS == 1 ? PASSES : 1
-    for (int pass = 0; !ANSWERS || pass < PASSES; ++pass) {
-        if (ANSWERS) first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * 16 * WARPS;
+    // Beside the answer of a token no register is left to count passes.
+    constexpr bool WRITTEN_OUT = ANSWERS && (TOKENS == 1 || PASSES == 1);
+#pragma unroll WRITTEN_OUT ? PASSES : 1
+    for (int pass = 0; !WRITTEN_OUT || pass < PASSES; ++pass) {
+        if (WRITTEN_OUT) first = u32(opaque(int(threadIdx.x))) / 32 * 16 + pass * 16 * WARPS;
         Sum read[BLOCKS] = {};
         tile.thread = opaque(int(threadIdx.x));
         if (first < SLICE) tile.read(read);
         if (!solvable) __syncthreads();
         solvable = true;
         if (first >= SLICE) {
-            if (ANSWERS) continue;
+            if (WRITTEN_OUT) continue;
             break;
         }
         float x[BLOCKS][4];
@@ -271,8 +272,8 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, 
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
-        if constexpr (KdaFoldTile<ANSWERS>::ANSWERS_STEP) tile.template answer_step<KdaStepAnswer>(w, first);
-        if (!ANSWERS && (first += 16 * WARPS) >= SLICE) break;
+        if constexpr (KdaFoldTile<ANSWERS>::ANSWERS_STEP) tile.template answer_step<KdaStepAnswer>(w.t.qkv_stride, first);
+        if (!WRITTEN_OUT && (first += 16 * WARPS) >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));
 }
