@@ -58,8 +58,11 @@ struct Tensors {
 #define COPY_TENSORS nullptr, nullptr, nullptr, 0, 0, 0
 #endif
 
-// Rows that fold come first, since a fold takes much longer than other steps; with decays per channel no register is left for it.
-constexpr bool IN_TURN = TOKENS > 0 && (!PER_CHANNEL || !COPIED);
+// Rows that fold come first, since a fold takes much longer than other steps, where registers are left for it: with decays per channel not
+// beside a copy, nor of one token on compute capability 10. One token's folds are bound by instructions there: they go beside rows that
+// wait for memory.
+constexpr bool IN_TURN = TOKENS > 0 && (!PER_CHANNEL || (!COPIED && (TOKENS > 1 || __CUDA_ARCH__ < 1000)));
+constexpr bool FROM_BOTH_ENDS = IN_TURN && PER_CHANNEL && TOKENS == 1;
 
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.

@@ -62,7 +62,9 @@ template <bool ANSWERS, typename Keep = KeepNothing>
 __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory, Keep keep = Keep()) {
     static_cast<Row&>(block.row) = load_row(step, block.batch(), block.t.tokens);
     if (KDA_VERIFIES || !block.row.absorbs()) block.row.tokens = 0;
-    const float largest = kda_fold<ANSWERS>(block, *reinterpret_cast<KdaFoldShared*>(memory), keep);
+    KdaFoldShared& shared = *reinterpret_cast<KdaFoldShared*>(memory);
+    const float largest = kda_fold<ANSWERS>(block, shared, keep);
+    block.row.number = shared.number;
     static_cast<Row&>(block.row) = load_row(step, block.batch(), block.t.tokens);
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
@@ -149,7 +151,8 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
                                                     : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
-    const int turn = blockIdx.y;
+    const int half = blockIdx.y / 2;
+    const int turn = !FROM_BOTH_ENDS ? int(blockIdx.y) : blockIdx.y % 2 ? int(gridDim.y) - 1 - half : half;
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
     if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;

@@ -63,7 +63,7 @@ struct KdaFoldTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) S[p][half].load(rows + half * 8 * KEY_DIM + 16 * p);
     }
-    // Rows of the first tile. Of a checkpoint that must not be read they are zeros, and those below, which will be read, become zeros.
+    // Rows of the first tile. Of a checkpoint that must not be read they are zeros.
     __device__ __forceinline__ void load(const Work& w, int first) {
         if (w.row.folded > 0 && first < SLICE) {
             const STATE* rows = w.t.state + w.state_at(first + g()) + 4 * t();
@@ -72,13 +72,6 @@ struct KdaFoldTile {
         } else {
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; ++n) S[n / 2][n % 2].clear();
-            STATE* rows = w.t.state_out + w.state_at(first + g()) + 4 * t();
-#pragma unroll 1
-            for (int below = first + 16 * WARPS; below < SLICE; below += 16 * WARPS) {
-                rows += 16 * WARPS * KEY_DIM;
-#pragma unroll
-                for (int n = 0; n < 2 * PAIRS; ++n) S[n / 2][n % 2].store(rows + n % 2 * 8 * KEY_DIM + n / 2 * 16);
-            }
         }
     }
 
@@ -238,11 +231,20 @@ struct KdaFoldTile {
     }
 };
 
+// The rows of a checkpoint that must not be read below the first tile, which will be read.
+__device__ __forceinline__ void clear_below(STATE* state) {
+    constexpr int VECTOR = 16 / int(sizeof(STATE));
+#pragma unroll 1
+    for (int at = 16 * WARPS * KEY_DIM + VECTOR * threadIdx.x; at < SLICE * KEY_DIM; at += VECTOR * THREADS)
+        *reinterpret_cast<uint4*>(state + at) = {0, 0, 0, 0};
+}
+
 // As chunk_step (delta_chunk.cuh), of rows that kda_folds names. keep(): called where keys are in planes.
 template <bool ANSWERS, typename Keep>
 __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, Keep keep) {
     if (threadIdx.x == 0 && w.row.folded > 0)
         prefetch_bulk(w.t.state + w.state_at(0), SLICE * KEY_DIM * int(sizeof(STATE)));
+    if (w.row.folded == 0) clear_below(w.t.state_out + w.state_at(0));
     KdaFoldKeys<ACT>{w, shared, opaque(int(threadIdx.x))}.make();
     KdaFoldTile<ANSWERS> tile(shared);
     int first = u32(tile.thread) / 32 * 16;

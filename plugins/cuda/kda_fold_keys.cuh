@@ -53,10 +53,11 @@ struct KdaFoldShared : KdaStepShared<KDA_FOLD_ANSWERS_STEP> {
     float inverse[CHUNK][2 * CHUNK];  // (I + A)^-1 diag(n beta): of every two columns the upper tf32 parts, then the lower ones
     float beta[CHUNK], k_norm[CHUNK];
     // What would take registers beside the state: addresses of the slice's state, of the first token's output, null where none is wanted,
-    // and of its values.
+    // and of its values, and the row's number.
     STATE* state;
     ACT* o;
     const ACT* token_v;
+    int number;
 
     // Of the step's tokens; of bfloat16 states once keys are in planes.
     __device__ float (*x())[X_PITCH] { return READS_PLANES ? splits[0] : kept_x; }
@@ -84,6 +85,7 @@ struct KdaFoldKeys {
             shared.state = w.t.state_out + w.state_at(0);
             shared.o = TOKENS > 1 || w.row.tokens ? w.o(0) : nullptr;
             shared.token_v = w.v(0);
+            shared.number = w.row.number;
         }
         if (warp() == WARPS - 1 && lane() < CHUNK) shared.beta[lane()] = beta(lane());
         if (TOKENS == 1 && w.row.tokens) make_token();
