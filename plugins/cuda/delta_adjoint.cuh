@@ -119,7 +119,7 @@ struct HeldChains {
 };
 
 // x of several tokens meets float16 states in parts of their type (delta_read_matrix.cuh).
-constexpr bool SCALED_CHAINS = READ_TOKENS >= 4 && same_type<STATE, fp16>::value;
+constexpr bool SCALED_CHAINS = READ_TOKENS >= 2 && same_type<STATE, fp16>::value;
 
 struct FloatChains : HeldChains {
     FloatAdjoint& out;

@@ -21,7 +21,7 @@ constexpr int thread_rows(int rows) {
 }
 // Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh, ALL_READ; KDA_VERIFIES).
 constexpr bool RARELY_RECURS =
-    KDA_VERIFIES || (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);
+    KDA_VERIFIES || (FEW_NARROW_ENTRIES && sizeof(STATE) == 2 && !COPIED) || (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);
 constexpr int THREAD_ROWS = thread_rows(RARELY_RECURS ? 2 : 4);
 constexpr int RECURRENT_ROWS = THREADS / LANES * THREAD_ROWS;  // state rows of the block's tile
 

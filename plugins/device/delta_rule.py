@@ -132,7 +132,7 @@ def variant(
 ) -> Kernel:
     read_tokens = next((n for n in READ_TOKENS if tokens <= n), 0)
     apart = aligned and activation == ring and folds_apart(shape, state, ring, read_tokens, split)
-    fewer = read_tokens == READ_TOKENS[-1] or state.itemsize == 2 or shape.per_channel
+    fewer = read_tokens == READ_TOKENS[-1] or shape.per_channel
     blocks = ANSWERED_BLOCKS_AN_SM - fewer if apart else blocks_an_sm(shape, activation, state, read_tokens)
     defines: Macros = (
         *sizes(shape, activation, state, ring),
