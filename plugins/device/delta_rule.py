@@ -32,7 +32,7 @@ CHUNK = 16
 #: Value rows that a block's warps hold at a time, 16 each.
 TILE_ROWS = 64
 #: By bytes of the widest element: longest step whose inputs leave shared memory for two heads of a block.
-MOST_TOKENS_OF_TWO_HEADS = {4: 4, 2: 8}
+MOST_TOKENS_OF_TWO_HEADS = {4: 4, 2: 4}
 #: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling; one more where
 #: a fold takes a single chunk, and of four bfloat16 tokens with a short window.
 COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
