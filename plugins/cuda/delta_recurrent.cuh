@@ -19,9 +19,11 @@ constexpr int TOGETHER = 8;               // entries that are staged at a time
 constexpr int thread_rows(int rows) {
     return rows == 1 ? 1 : rows * COLS <= 64 && SLICE % (16 * rows) == 0 ? rows : thread_rows(rows / 2);
 }
-// Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh, ALL_READ; KDA_VERIFIES).
+// Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh, ALL_READ; KDA_VERIFIES; long rings of
+// 16-bit states).
 constexpr bool RARELY_RECURS =
-    KDA_VERIFIES || (FEW_NARROW_ENTRIES && sizeof(STATE) == 2 && !COPIED) || (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);
+    KDA_VERIFIES || (ANSWERS_FIRST && sizeof(STATE) == 2) ||
+    (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);
 constexpr int THREAD_ROWS = thread_rows(RARELY_RECURS ? 2 : 4);
 constexpr int RECURRENT_ROWS = THREADS / LANES * THREAD_ROWS;  // state rows of the block's tile
 

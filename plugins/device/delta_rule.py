@@ -31,13 +31,13 @@ PREFILL_GRID = 128
 CHUNK = 16
 #: Value rows that a block's warps hold at a time, 16 each.
 TILE_ROWS = 64
-#: By bytes of the widest element: longest step whose inputs leave shared memory for two heads of a block.
-MOST_TOKENS_OF_TWO_HEADS = {4: 4, 2: 4}
+#: Longest step whose inputs leave shared memory for two heads of a block.
+MOST_TOKENS_OF_TWO_HEADS = 4
 #: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling; one more where
 #: a fold takes a single chunk, and of four bfloat16 tokens with a short window.
 COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
-#: Blocks of a step without one that answers before it folds; one fewer for 16 tokens or a 16-bit state, and with decays per
-#: channel, with and without a copy.
+#: Blocks of a step without one that answers from the checkpoint as it is, or as its fold leaves it; one fewer for 16 tokens, and with decays
+#: per channel, with and without a copy.
 ANSWERED_BLOCKS_AN_SM = 5
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
@@ -87,8 +87,7 @@ def launch_record(
         macros = (*sizes(shape, activation, state, ring), *shape.macros)
         return prefill_record(shape, activation, macros, rows, (tokens, *strides))
     split = slices(shape, rows, tokens) if vectors else 1
-    width = max(dtype.itemsize for dtype in (activation, state, ring))
-    heads = heads_a_block(shape, width, rows, tokens) if vectors else 1
+    heads = heads_a_block(shape, rows, tokens) if vectors else 1
     kernel = variant(shape, activation, state, ring, tokens, split, vectors, heads)
     return Launch(kernel, (shape.value_heads // heads * split, rows, 1), (tokens, *strides))
 
@@ -112,11 +111,12 @@ def slices(shape: DeltaShape, rows: int, tokens: int) -> int:
     return split
 
 
-def heads_a_block(shape: DeltaShape, width: int, rows: int, tokens: int) -> int:
+def heads_a_block(shape: DeltaShape, rows: int, tokens: int) -> int:
     """Value heads of a block: two that share a key head, if every multiprocessor has several such blocks."""
     shared = shape.value_heads // shape.key_heads % 2 == 0
-    most_tokens = MOST_TOKENS_OF_TWO_HEADS[width if shape.read_dtype == "same" else 4]
-    small = tokens <= most_tokens and shape.window <= CHUNK and shape.key_dim <= 128 and shape.value_dim <= 128
+    small = (
+        tokens <= MOST_TOKENS_OF_TWO_HEADS and shape.window <= CHUNK and shape.key_dim <= 128 and shape.value_dim <= 128
+    )
     return 2 if shared and small and shape.window > 1 and rows * shape.value_heads >= 2 * FULL_GRID else 1
 
 

@@ -74,7 +74,7 @@ def variants() -> list[Kernel]:
             compiled((16, h), (128, 128), s, t, block_heads=2)
             for h in (32, 64)
             for s in (fp32, bf16, fp16)
-            for t in ((1, 4) if s == fp32 else (1, 4, 8))
+            for t in (1, 4)
         ),
         *(delta_standard(plain, bf16, s, 1, ()).kernel for s in (fp32, bf16, fp16)),
         compiled((16, 32), (128, 128), fp32, 1, window=32),

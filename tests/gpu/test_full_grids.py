@@ -49,14 +49,6 @@ def test_two_heads_a_block(tokens, state, read, launched):
     assert dict(launched[0].kernel.defines)["HEADS_A_BLOCK"] == 2
 
 
-@pytest.mark.parametrize(("dtypes", "heads"), [((BF16, BF16), 2), ((FP16, FP16), 2), ((BF16, FP32), 1)], ids=str)
-def test_two_heads_of_eight_tokens(dtypes, heads, launched):
-    activation, state = dtypes
-    case = Case("gated_delta", 8, heads=(2, 4), draft=7, activation=activation, state=state, rows=ROWS)
-    test_delta_rule.run_case(case)
-    assert dict(launched[0].kernel.defines)["HEADS_A_BLOCK"] == heads
-
-
 def whole(layer: str, tokens: int, dtypes: tuple[torch.dtype, torch.dtype], read: str = "same") -> Case:
     """A step each of whose heads is one block's."""
     activation, state = dtypes
