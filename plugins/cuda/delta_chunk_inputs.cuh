@@ -82,11 +82,11 @@ struct ChunkSystem {
 
 template <bool>
 struct FoldCoefficients {
-    StepCoefficients step[1];
+    StepCoefficients coefficients[1];
 };
 template <>
 struct FoldCoefficients<false> {
-    static constexpr StepCoefficients* step = nullptr;
+    static constexpr StepCoefficients* coefficients = nullptr;
 };
 
 struct ChunkShared : FoldCoefficients<FOLD_ANSWERS_STEP> {

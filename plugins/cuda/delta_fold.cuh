@@ -1,4 +1,5 @@
-// A fold with the state on its way through shared memory. Outputs have been given before, or are those of a single token (FOLD_ANSWERS).
+// A fold with the state on its way through shared memory. Outputs have been given before, or are those of a single token (FOLD_ANSWERS), or
+// of a step that finds the ring folded (FOLD_ANSWERS_STEP).
 //
 // A warp has 16 value rows of a head at a time. They are requested while a chunk is prepared, or while other warps are at work, and
 // read twice, for their products with the keys and for their update: no thread holds more than a few columns of them, so that more

@@ -26,6 +26,17 @@ __device__ __forceinline__ void for_coefficients(Body body) {
     }
 }
 
+__device__ __forceinline__ void take_values(const Work& w, const FloatAdjoint& results, float (&c)[STEP_SHARE]) {
+    for_coefficients([&](int i, int n, int token, int j) {
+        const bool counts = token < w.row.tokens && j <= token;
+        c[i] = counts ? results.c[n][j][token] : 0.0f;
+    });
+}
+__device__ __forceinline__ void store_values(const Work& w, const float (&c)[STEP_SHARE], ValueCoefficients& to) {
+    for_coefficients([&](int i, int n, int token, int j) { to.values[n][token][j] = c[i]; });
+    if (threadIdx.x == 0) to.tokens = w.row.tokens;
+}
+
 // Both in the same memory. Inputs: ReadInputs of a layer whose adjoint is Gram.
 template <typename Inputs>
 __device__ __forceinline__ void prepare_step(const Work& w, Inputs& in, StepCoefficients& to) {
@@ -37,20 +48,16 @@ __device__ __forceinline__ void prepare_step(const Work& w, Inputs& in, StepCoef
     for_coefficients([&](int i, int n, int token, int j) {
         const bool counts = token < w.row.tokens && j <= token;
         const float unit = in.results.unit[n][token];
-        float along = 0.0f;
-#pragma unroll
-        for (int part = 2; part >= 0; --part) along += to_float(in.adjoint.along[n][token][part][counts ? j : 0]);
-        of_keys[i] = counts ? unit * along : 0.0f;
-        of_queries[i] = counts && j == token ? unit * in.adjoint.whole[n][token] : 0.0f;
-        of_values[i] = counts ? in.results.c[n][j][token] : 0.0f;
+        of_keys[i] = counts ? unit * adjoint.along(n, token, counts ? j : 0) : 0.0f;
+        of_queries[i] = counts ? unit * in.adjoint.whole[n][token] : 0.0f;
     });
+    take_values(w, in.results, of_values);
     __syncthreads();
     for_coefficients([&](int i, int n, int token, int j) {
-        to.products[n][token][j] = of_keys[i];
-        to.products[n][token][STEP_COLUMNS + j] = of_queries[i];
-        to.values[n][token][j] = of_values[i];
+        to.keys[n][token][j] = of_keys[i];
+        if (j == 0) to.queries[n][token] = of_queries[i];
     });
-    if (threadIdx.x == 0) to.tokens = w.row.tokens;
+    store_values(w, of_values, to);
 }
 
 // The same of Kimi Delta Attention, which is to keep x meanwhile.
@@ -62,14 +69,10 @@ __device__ __forceinline__ void prepare_step(const Work& w, Inputs& in, ValueCoe
     adjoint.template run<0>(1.0f, [] {});
     __syncthreads();  // x and c
     float of_values[STEP_SHARE];
-    for_coefficients([&](int i, int, int token, int j) {
-        const bool counts = token < w.row.tokens && j <= token;
-        of_values[i] = counts ? in.results.c[0][j][token] : 0.0f;
-    });
+    take_values(w, in.results, of_values);
 #pragma unroll
     for (int token = 0; token < READ_TOKENS; ++token)
         x[token] = token < w.row.tokens ? in.results.x[0][token][threadIdx.x] * (SCALED_CHAINS ? in.results.unit[0][token] : 1.0f) : 0.0f;
     __syncthreads();
-    for_coefficients([&](int i, int, int token, int j) { to.values[0][token][j] = of_values[i]; });
-    if (threadIdx.x == 0) to.tokens = w.row.tokens;
+    store_values(w, of_values, to);
 }

@@ -119,7 +119,7 @@ struct FoldTile : ChunkTile<false, true> {
 
     // Of the step's tokens, from the new state in shared memory.
     __device__ void answer_step(Cursor at) const {
-        StepAnswer<KEY> step(*shared.step, {w.v(0), w.o(0), w.t.qkv_stride}, w.k(0), w.n, lane(), row());
+        StepAnswer<KEY> step(*shared.coefficients, {w.v(0), w.o(0), w.t.qkv_stride}, w.k(0), w.n, lane(), row());
 #pragma unroll 1
         for (int p = 0; p < PAIRS; p += WRITTEN_TOGETHER) {
 #pragma unroll
@@ -127,7 +127,7 @@ struct FoldTile : ChunkTile<false, true> {
                 float x[2][4];
                 at.load(x, n);
                 step.add(x, 16 * n);
-                if (STEP_BLOCKS > 1) __syncwarp();
+                if (STEP_BLOCKS > 1) __syncwarp();  // keeps the compiler from requesting more than registers hold
             }
             at.move(WRITTEN_TOGETHER), step.move(16 * WRITTEN_TOGETHER);
         }
@@ -148,8 +148,11 @@ struct FoldTile : ChunkTile<false, true> {
         split_updates(u, parts);
         Cursor at = begin(in);
         at.move(PAIRS);
-        write(at, chunk_decay(in), parts, FOLD_ANSWERS_STEP || READ_BITS == 8 || (READ_BITS == 4 && !next_active()));
-        thread = FOLD_ANSWERS_STEP ? opaque(int(threadIdx.x)) : thread;
-        if constexpr (FOLD_ANSWERS_STEP) answer_step(begin(in));
+        const bool asked = FOLD_ANSWERS_STEP && shared.coefficients->tokens > 0;
+        write(at, chunk_decay(in), parts, asked || READ_BITS == 8 || (READ_BITS == 4 && !next_active()));
+        if (asked) {
+            thread = opaque(int(threadIdx.x));
+            answer_step(begin(in));
+        }
     }
 };

@@ -94,8 +94,8 @@ struct Gram : GramSystem<T, Results> {
         }
     }
 
-    // All of it but x, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS. LATER: groups of copies
-    // requested after them, which need not have arrived.
+    // All of it but x, from inputs that have been requested; for all threads. `append`: called by those of KEY_WARPS. LATER: groups of
+    // copies requested after them, which need not have arrived.
     template <int LATER = 0, typename Append>
     __device__ void find_coefficients(float unit, Append append) const {
         typename System::Decays decays;
@@ -112,6 +112,13 @@ struct Gram : GramSystem<T, Results> {
         }
         if (solves()) solve(decays, unit);
         __syncthreads();
+    }
+    // What x has of an entry's key then, from its parts.
+    __device__ float along(int n, int token, int entry) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int part = 2; part >= 0; --part) sum += to_float(in.along[n][token][part][entry]);
+        return sum;
     }
     // x, too.
     template <int LATER = 0, typename Append>

@@ -7,8 +7,8 @@
 // and finally o += S0 x, where S0 is the checkpoint: one product with the state per token, raw inputs alone in the ring,
 // one formula for scalar and per-channel decays, and no exponent above zero. The x and c do not depend on S0, so the
 // state's tiles are requested first and arrive while the warps work out the x of their tokens. A block may have several heads, so
-// that more of the state stands behind each wait for them. The product of four tokens or more runs on tensor cores
-// (delta_read_matrix.cuh), a single token mostly has a form of its own (delta_token_read.cuh).
+// that more of the state stands behind each wait for them. The product of several tokens, of float32 states four or more,
+// runs on tensor cores (delta_read_matrix.cuh), a single token mostly has a form of its own (delta_token_read.cuh).
 #pragma once
 #include "delta_read_tiles.cuh"
 #include "ptx/bulk_copy.cuh"

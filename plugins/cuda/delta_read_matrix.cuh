@@ -11,7 +11,8 @@
 // Elements of 16 bytes, and parts of 64 bytes that a state row has, or a warp's tile.
 constexpr int PART_UNIT = 16 / int(sizeof(STATE)), ROW_PARTS = KEY_DIM > 4 * PART_UNIT ? KEY_DIM / (4 * PART_UNIT) : 1;
 constexpr int MATRIX_ROWS = 2 * PART_UNIT, MATRIX_PARTS = MATRIX_ROWS / 8 * ROW_PARTS;
-constexpr bool MATRIX = (GRAM || KDA_VERIFIES) && READ_TOKENS >= (sizeof(STATE) == 2 ? 2 : 4) && KEY_DIM <= 128 && WARP_ROWS % MATRIX_ROWS == 0;
+constexpr int FEWEST_MATRIX_TOKENS = sizeof(STATE) == 2 ? 2 : 4;
+constexpr bool MATRIX = (GRAM || KDA_VERIFIES) && READ_TOKENS >= FEWEST_MATRIX_TOKENS && KEY_DIM <= 128 && WARP_ROWS % MATRIX_ROWS == 0;
 
 typedef STATE MatrixPart[MATRIX ? THREADS : 1][PART_UNIT];
 

@@ -20,7 +20,8 @@ constexpr bool FEW_NARROW_ENTRIES =
 // are rare among them, recur.
 constexpr bool KDA_VERIFIES = TOKENS > 1 && PER_CHANNEL && NARROW_INPUTS && WIDE && !DERIVED && SMALL_HEAD && MOST_HISTORY <= 16 &&
                               KEY_DIM == 32 * WARPS;
-// Without a copy both answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards.
+// Without a copy both answer from the checkpoint as they find it, as steps with a copy do from the copy, and fold afterwards, but for folds
+// that answer on their way (delta_fold_step.cuh).
 constexpr bool ANSWERS_FIRST = !COPIED && (FEW_NARROW_ENTRIES || KDA_VERIFIES);
 // A single token that fills the window is answered by that fold, from the new checkpoint on its way to memory.
 constexpr bool FOLD_ANSWERS =

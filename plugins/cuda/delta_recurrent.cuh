@@ -19,8 +19,8 @@ constexpr int TOGETHER = 8;               // entries that are staged at a time
 constexpr int thread_rows(int rows) {
     return rows == 1 ? 1 : rows * COLS <= 64 && SLICE % (16 * rows) == 0 ? rows : thread_rows(rows / 2);
 }
-// Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh, ALL_READ; KDA_VERIFIES; long rings of
-// 16-bit states).
+// Fewer where hardly any row recurs and the kernel needs its registers for others (delta_step.cuh: ALL_READ; KDA_VERIFIES;
+// LONG_ROWS_RECUR of 16-bit states).
 constexpr bool RARELY_RECURS =
     KDA_VERIFIES || (ANSWERS_FIRST && sizeof(STATE) == 2) ||
     (PER_CHANNEL && TOKENS == 1 && WINDOW > 1 && WIDE && !DERIVED && sizeof(ACT) == 2 && KEY_DIM == 32 * WARPS);

@@ -59,10 +59,15 @@ struct Tensors {
 #endif
 
 // Rows that fold come first, since a fold takes much longer than other steps, where registers are left for it: with decays per channel not
-// beside a copy, nor of one token on compute capability 10. One token's folds are bound by instructions there: they go beside rows that
-// wait for memory.
+// beside a copy, nor of one token on compute capability 10.
 constexpr bool IN_TURN = TOKENS > 0 && (!PER_CHANNEL || (!COPIED && (TOKENS > 1 || __CUDA_ARCH__ < 1000)));
+// Folds of one token with decays per channel are bound by instructions. Rows are taken up from both ends of that order, so that such
+// folds go beside rows that wait for memory.
 constexpr bool FROM_BOTH_ENDS = IN_TURN && PER_CHANNEL && TOKENS == 1;
+__device__ __forceinline__ int block_turn() {
+    const int half = blockIdx.y / 2;
+    return !FROM_BOTH_ENDS ? int(blockIdx.y) : blockIdx.y % 2 ? int(gridDim.y) - 1 - half : half;
+}
 
 // What a block works on at a time: value rows [first_row, first_row + SLICE) of one value head of one batch row.
 // The pools' element offsets are methods, so that no register holds what a multiplication gives.

@@ -54,10 +54,11 @@ __device__ __forceinline__ void replay(const Work& block, unsigned char* memory)
     }
 }
 
-// What kda_folds names. Behind it the plan comes from memory again: no register holds it meanwhile.
+// For folds that keep nothing of what was there before (kda_fold).
 struct KeepNothing {
     __device__ void operator()() const {}
 };
+// What kda_folds names. Behind it the plan comes from memory again: no register holds it meanwhile.
 template <bool ANSWERS, typename Keep = KeepNothing>
 __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsigned char* memory, Keep keep = Keep()) {
     static_cast<Row&>(block.row) = load_row(step, block.batch(), block.t.tokens);
@@ -69,37 +70,9 @@ __device__ __forceinline__ void fold_channels(Work& block, const int* step, unsi
     if constexpr (COPIED) renew_copy(block, largest, reinterpret_cast<u32*>(memory));
 }
 
-// A step with a read copy, or of several tokens without one. Beside a copy what it answers does not depend on whether it folds.
+// The answer that needs no fold, from the checkpoint or its copy.
 template <typename T>
-__device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& held, const int* step, unsigned char* memory) {
-    Row& row = block.row;
-    if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0) {
-        FoldShared& shared = *reinterpret_cast<FoldShared*>(memory);
-        if (fold_answers_step(row)) {
-            row.folded = row.fold_to;
-            prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *shared.chunk.step);
-            // The plan comes from memory again: no register holds it meanwhile.
-            row = load_row(step, block.batch(), block.t.tokens);
-            row.tokens = 0;
-            return Fold{block, shared}.run();
-        }
-    }
-    if constexpr (KDA_FOLD_ANSWERS_STEP && sizeof(T) > 0) {
-        if (row.folds() && !row.absorbs()) {
-            KdaFoldShared& shared = *reinterpret_cast<KdaFoldShared*>(memory);
-            float x[READ_TOKENS];
-            row.folded = row.fold_to;
-            prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *shared.step, x);
-            const auto keep = [&] {
-#pragma unroll
-                for (int token = 0; token < READ_TOKENS; ++token) shared.x()[token][threadIdx.x] = x[token];
-            };
-            if (!READS_PLANES) keep();
-            return fold_channels<true>(block, step, memory, [&] {
-                if (READS_PLANES) keep();
-            });
-        }
-    }
+__device__ __forceinline__ void answer(Work& block, const HeldInputs& held, unsigned char* memory) {
     if constexpr (ANSWERS_FIRST) {
         __shared__ ReadBarriers barriers;
         read_step(block, *reinterpret_cast<ReadShared*>(memory), barriers);
@@ -109,16 +82,50 @@ __device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& h
     } else {
         replay<Pass::ANSWER>(block, memory);
     }
-    if (!row.folds()) return;
-    if constexpr (KDA_VERIFIES && sizeof(T) > 0) {
+}
+
+// A verify step of Kimi Delta Attention that takes up the ring, from which its tokens are answered.
+template <typename T>
+__device__ __forceinline__ void fold_channels_and_answer(Work& block, const int* step, unsigned char* memory) {
+    KdaFoldShared& shared = *reinterpret_cast<KdaFoldShared*>(memory);
+    float x[READ_TOKENS];
+    block.row.folded = block.row.fold_to;
+    prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *shared.coefficients, x);
+    const auto keep = [&] {
+#pragma unroll
+        for (int token = 0; token < READ_TOKENS; ++token) shared.x()[token][threadIdx.x] = x[token];
+    };
+    if (!READS_PLANES) keep();
+    fold_channels<sizeof(T) != 0>(block, step, memory, [&] {
+        if (READS_PLANES) keep();
+    });
+}
+
+// A step with a read copy, or of several tokens without one. Beside a copy what it answers does not depend on whether it folds.
+template <typename T>
+__device__ __forceinline__ void answer_and_fold(Work& block, const HeldInputs& held, const int* step, unsigned char* memory) {
+    Row& row = block.row;
+    if constexpr (KDA_FOLD_ANSWERS_STEP && sizeof(T) > 0)
+        if (row.folds() && !row.absorbs()) return fold_channels_and_answer<T>(block, step, memory);
+    if (fold_answers_step(row)) {
+        if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0) {
+            row.folded = row.fold_to;
+            prepare_step(block, reinterpret_cast<ReadShared*>(memory)->in, *reinterpret_cast<FoldShared*>(memory)->chunk.coefficients);
+            // The plan comes from memory again: no register holds it meanwhile.
+            row = load_row(step, block.batch(), block.t.tokens);
+        }
+    } else {
+        answer<T>(block, held, memory);
+        if (!row.folds()) return;
         __syncthreads();
+        if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0)
+            if (threadIdx.x == 0) reinterpret_cast<FoldShared*>(memory)->chunk.coefficients->tokens = 0;  // they have been answered
+    }
+    if constexpr (KDA_VERIFIES && sizeof(T) > 0) {
         if (KDA_FOLD_ANSWERS_STEP || row.absorbs()) return replay<Pass::FOLD>(block, memory);
         return fold_channels<false>(block, step, memory);
     }
     if (!row.absorbs()) row.tokens = 0;
-    __syncthreads();
-    if constexpr (FOLD_ANSWERS_STEP && sizeof(T) > 0)
-        if (threadIdx.x == 0) reinterpret_cast<FoldShared*>(memory)->chunk.step->tokens = 0;  // they have been answered
     if constexpr (KDA_FOLDS && sizeof(T) > 0) {
         if (ONE_CHUNK || kda_folds(row)) return fold_channels<false>(block, step, memory);
     }
@@ -151,8 +158,7 @@ __device__ __forceinline__ void delta_step(const Tensors& t, const int* step) {
                                                     : 0;
     static_assert(SHARED_BYTES + BARRIER_BYTES <= SHARED_LIMIT, "the block needs too much shared memory");
     __shared__ __align__(128) unsigned char memory[SHARED_BYTES];
-    const int half = blockIdx.y / 2;
-    const int turn = !FROM_BOTH_ENDS ? int(blockIdx.y) : blockIdx.y % 2 ? int(gridDim.y) - 1 - half : half;
+    const int turn = block_turn();
     Work block{t, IN_TURN ? load_row_in_turn(step, turn, t.tokens, AheadOfRead()) : RowInTurn{load_row(step, turn, t.tokens), turn}, 0};
     if constexpr (READS_TOKEN && !IN_TURN) TokenRead<STATE>::init();
     Row& row = block.row;

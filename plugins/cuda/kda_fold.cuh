@@ -2,7 +2,8 @@
 //
 // A warp holds 16 value rows of the state in registers, while it needs no other warp. Lane 4 g + t has rows g and g + 8 and, of every 16
 // columns, columns 4 t + 0 ... 3, which are two accumulators: of columns 4 t and 4 t + 1, and of the others. What is taken up of a row is
-// followed by what another tile has in its place. The output of a token that is taken up is S q.
+// followed by what another tile has in its place. The output of a token that is taken up is S q; a step that finds the ring folded is
+// answered from the tile behind it (kda_step_answer.cuh).
 #pragma once
 #include "kda_fold_keys.cuh"
 
@@ -158,7 +159,7 @@ struct KdaFoldTile {
         }
     }
 
-    // Takes up the entries and stores the rows, in whose place those 64 below it are loaded.
+    // Takes up the entries and stores the rows, in whose place those 64 below it are loaded, unless the step is to be answered from them.
     __device__ __forceinline__ void write(const float (&x)[BLOCKS][4], int first) {
         Parts<FOLD_PARTS> parts[4];
 #pragma unroll
@@ -211,10 +212,9 @@ struct KdaFoldTile {
     }
     __device__ __forceinline__ static bool follows(int first) { return first + 16 * WARPS < SLICE; }
     // The step's tokens, from the rows as they have been stored, in whose place come those below.
-    template <typename Step>
     __device__ __forceinline__ void answer_step(int stride, int first) {
         thread = opaque(int(threadIdx.x));
-        Step answer(*shared.step, {shared.token_v, shared.o, stride}, 0, lane(), first + g());
+        KdaStepAnswer answer(*shared.coefficients, {shared.token_v, shared.o, stride}, 0, lane(), first + g());
         const STATE* next = shared.state + (first + 16 * WARPS + g()) * KEY_DIM + 4 * t();
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void clear_below(STATE* state) {
         *reinterpret_cast<uint4*>(state + at) = {0, 0, 0, 0};
 }
 
-// As chunk_step (delta_chunk.cuh), of rows that kda_folds names. keep(): called where keys are in planes.
+// As chunk_step (delta_chunk.cuh), of rows that kda_folds names. keep(): called once keys are in planes.
 template <bool ANSWERS, typename Keep>
 __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, Keep keep) {
     if (threadIdx.x == 0 && w.row.folded > 0)
@@ -274,7 +274,7 @@ __device__ __forceinline__ float kda_fold(const Work& w, KdaFoldShared& shared, 
         tile.solve(read, first, x);
         tile.thread = opaque(tile.thread);
         tile.write(x, first);
-        if constexpr (KdaFoldTile<ANSWERS>::ANSWERS_STEP) tile.template answer_step<KdaStepAnswer>(w.t.qkv_stride, first);
+        if constexpr (KdaFoldTile<ANSWERS>::ANSWERS_STEP) tile.answer_step(w.t.qkv_stride, first);
         if (!WRITTEN_OUT && (first += 16 * WARPS) >= SLICE) break;
     }
     return to_float(from_float<STATE>(tile.largest));

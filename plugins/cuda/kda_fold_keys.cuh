@@ -32,12 +32,12 @@ constexpr bool KDA_FOLD_ANSWERS_STEP = KDA_VERIFIES && !COPIED && (READS_PLANES 
 template <bool>
 struct KdaStepShared {
     float kept_x[READS_PLANES ? 1 : READ_TOKENS][X_PITCH];
-    ValueCoefficients step[1];
+    ValueCoefficients coefficients[1];
 };
 template <>
 struct KdaStepShared<false> {
     static constexpr float (*kept_x)[X_PITCH] = nullptr;
-    static constexpr ValueCoefficients* step = nullptr;
+    static constexpr ValueCoefficients* coefficients = nullptr;
 };
 
 struct KdaFoldShared : KdaStepShared<KDA_FOLD_ANSWERS_STEP> {
@@ -52,8 +52,8 @@ struct KdaFoldShared : KdaStepShared<KDA_FOLD_ANSWERS_STEP> {
     float lower[LEVELS][8][8];        // A, as products are
     float inverse[CHUNK][2 * CHUNK];  // (I + A)^-1 diag(n beta): of every two columns the upper tf32 parts, then the lower ones
     float beta[CHUNK], k_norm[CHUNK];
-    // What would take registers beside the state: addresses of the slice's state, of the first token's output, null where none is wanted,
-    // and of its values, and the row's number.
+    // What would take registers beside the state: addresses of the slice's state, of the first token's output, null if a single token wants
+    // none, and of its values, and the row's number.
     STATE* state;
     ACT* o;
     const ACT* token_v;

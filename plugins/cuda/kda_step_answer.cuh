@@ -31,11 +31,14 @@ struct KdaStepAnswer : StepRows<ValueCoefficients> {
         }
     }
     __device__ void finish() const {
+        int spoilt[2];
+        find_spoilt(spoilt);
 #pragma unroll
         for (int m = 0; m < OUTPUT_BLOCKS; ++m) {
-            Sum o = products[m];
-            add_values(o, m);
-            store(o, m);
+            Sum sums = products[m];
+            add_values(sums, m);
+            const float o[4] = {sums.get(0), sums.get(1), sums.get(2), sums.get(3)};
+            store(o, spoilt, m);
         }
     }
 };

@@ -92,6 +92,10 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "test_delta_verify": {
         "test_absorbed_tokens": ("whole heads-kda-4-torch.float32",),
+        "test_a_draft_that_is_no_number_leaves_tokens_before_it_alone": (
+            "whole heads-gated_delta-4-torch.bfloat16",
+            "whole heads-kda-16-torch.bfloat16",
+        ),
         "test_random_acceptance": (
             "slices-4-kda-(torch.bfloat16, torch.float32)",
             "whole heads-8-kda-(torch.float16, torch.float16)",
@@ -106,6 +110,7 @@ CHOSEN: dict[str, dict[str, tuple[str, ...]]] = {
             "8-kda-(torch.bfloat16, torch.float32)-fp8",
         ),
         "test_states_of_float16_under_the_strongest_decay": ("4",),
+        "test_whole_heads_of_other_values": ("1-kda-(128, 256)",),
         "test_blocks_of_several_heads": (
             "1-(torch.bfloat16, torch.float32)-same",
             "4-(torch.float16, torch.float16)-fp8",

@@ -147,7 +147,7 @@ def test_head_ratios(heads):
     run_case(Case("gated_delta", 4, heads=heads, draft=3, beta_scale=2.0))
 
 
-@pytest.mark.parametrize("window", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize("window", [1, 4, 16, 24, 32, 64])
 @pytest.mark.parametrize("layer", LAYERS[:2])
 def test_windows(layer, window):
     run_case(Case(layer, 1, window=window, rows=24))

@@ -58,7 +58,7 @@ def test_random_acceptance(layer, tokens, dtypes, grid):
 @pytest.mark.parametrize("read", ["same", "fp8"])
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16])
 def test_tokens_that_are_no_numbers_leave_folded_histories_alone(tokens, read):
-    """Of every length, in heads whose ring the fold takes up apart from the answer."""
+    """Of every length, in heads whose ring the fold takes up apart from the answer, or before it."""
     run_case(Case("kda", tokens, heads=(1, 2), draft=tokens - 1, read=read), spoilt=True)
 
 
@@ -69,3 +69,28 @@ def test_absorbed_tokens(layer, tokens, state, grid):
     """Short ends of prompts: rows are answered, folded with histories of every length and not appended."""
     plans = [harness.RowPlan(n, 70 + n, 70, 70 + n + 1 + n % tokens, 1 + n % tokens) for n in range(17)]
     run_case(Case(layer, tokens, heads=(1, 2), draft=tokens - 1, rows=len(plans), state=state), plans=plans)
+
+
+@pytest.mark.parametrize("state", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16])
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_a_draft_that_is_no_number_leaves_tokens_before_it_alone(layer, tokens, state, grid):
+    """In a row that folds and one that does not. Keys of the gated delta rule do meet the tokens before, with coefficients of zero."""
+    history = 110 if tokens < 16 else 101
+    plans = [harness.RowPlan(0, history, 100, history, tokens), harness.RowPlan(1, 100, 100, 100, tokens)]
+    steps = Steps(Case(layer, tokens, heads=(1, 2), draft=tokens - 1, state=state), plans, 2)
+
+    def run():
+        return steps.run({name: pool.clone(memory_format=torch.preserve_format) for name, pool in steps.pools.items()})
+
+    sound = run()
+    qkv, gate, b, *others = (x.clone() for x in steps.inputs)
+    if layer == "gated_delta":
+        qkv[:, -1, :128], qkv[:, -1, 256:] = torch.nan, torch.inf
+    else:
+        for x in (qkv, gate, b):
+            x[:, -1] = torch.nan
+    steps.inputs = (qkv, gate, b, *others)
+    spoilt = run()
+    assert torch.equal(spoilt[:, :-1], sound[:, :-1])
+    assert not torch.isfinite(spoilt[:, -1]).any()
