@@ -75,7 +75,7 @@ def test_absorbed_tokens(layer, tokens, state, grid):
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16])
 @pytest.mark.parametrize("layer", LAYERS[:2])
 def test_a_draft_that_is_no_number_leaves_tokens_before_it_alone(layer, tokens, state, grid):
-    """In a row that folds and one that does not. Keys of the gated delta rule do meet the tokens before, with coefficients of zero."""
+    """Neither its query nor its values, in a row that folds and one that does not; keys and gates do, with coefficients of zero."""
     history = 110 if tokens < 16 else 101
     plans = [harness.RowPlan(0, history, 100, history, tokens), harness.RowPlan(1, 100, 100, 100, tokens)]
     steps = Steps(Case(layer, tokens, heads=(1, 2), draft=tokens - 1, state=state), plans, 2)
@@ -84,13 +84,10 @@ def test_a_draft_that_is_no_number_leaves_tokens_before_it_alone(layer, tokens, 
         return steps.run({name: pool.clone(memory_format=torch.preserve_format) for name, pool in steps.pools.items()})
 
     sound = run()
-    qkv, gate, b, *others = (x.clone() for x in steps.inputs)
-    if layer == "gated_delta":
-        qkv[:, -1, :128], qkv[:, -1, 256:] = torch.nan, torch.inf
-    else:
-        for x in (qkv, gate, b):
-            x[:, -1] = torch.nan
-    steps.inputs = (qkv, gate, b, *others)
+    qkv, *others = (x.clone() for x in steps.inputs)
+    keys = 128 if layer == "gated_delta" else 256
+    qkv[:, -1, :keys], qkv[:, -1, 2 * keys :] = torch.nan, torch.inf
+    steps.inputs = (qkv, *others)
     spoilt = run()
     assert torch.equal(spoilt[:, :-1], sound[:, :-1])
     assert not torch.isfinite(spoilt[:, -1]).any()
