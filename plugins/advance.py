@@ -16,7 +16,7 @@ With ``h = committed - folded``, a DECODE row
 * flushes when ``h + T > window``: the rows of this step would not leave room for the next. Committed rows only are folded;
 * otherwise leaves the checkpoint alone.
 
-Kernels that take rows up one behind the other begin with those that fold (``Step.TURN``).
+The order in which kernels may take rows up begins with those that fold (``Step.TURN``).
 
 ``advance`` writes ``folded`` to its value after the step and leaves ``committed`` to the commit, which adds the number of
 accepted tokens (all of them after an ABSORB) to ``cursors[slot, COMMITTED]``.

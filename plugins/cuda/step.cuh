@@ -24,8 +24,8 @@ __device__ __forceinline__ Row load_row(const int* step, int row, int max_tokens
     return {head.x, head.y, head.z, head.w, min(query_len, max_tokens)};
 }
 
-// The row that is taken up as number `turn`, and its number: rows that fold, which takes longer, come first. meanwhile(): called while its
-// plan is on its way.
+// The row that is number `turn` of the plan's order, and its number: rows that fold, which takes longer, come first. meanwhile(): called
+// while its plan is on its way.
 struct RowInTurn : Row {
     int number;
 };

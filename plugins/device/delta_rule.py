@@ -36,8 +36,8 @@ MOST_TOKENS_OF_TWO_HEADS = 4
 #: By tokens: blocks of a step with a read copy that a multiprocessor's registers hold without spilling; one more where
 #: a fold takes a single chunk, and of four bfloat16 tokens with a short window.
 COPY_BLOCKS_AN_SM = {1: 4, 2: 4, 4: 4, 8: 3, 16: 2}
-#: Blocks of a step without one that answers from the checkpoint as it is, or as its fold leaves it; one fewer for 16 tokens, and with decays
-#: per channel, with and without a copy.
+#: Blocks of a step without one that answers from the checkpoint as it is, or as its fold leaves it; one fewer for 16
+#: tokens, and with decays per channel, with and without a copy.
 ANSWERED_BLOCKS_AN_SM = 5
 POOLS = ("state", "ring_k", "ring_v", "ring_g", "ring_beta")
 
