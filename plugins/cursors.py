@@ -45,9 +45,9 @@ class Step(IntEnum):
         the step's tokens are appended behind it) or COMMITTED + QUERY_LEN (absorb: ring and tokens are both folded).
     QUERY_LEN: valid tokens of the row, 1 to T; the rest are padding.
     SEED: the slot's.
-    TURN: an order of the rows, of which the i-th is i plus this word of row i. Rows that fold come first: a kernel may take rows
-        up in this order, so that the others fill the device while the last of these are at work, from both of its ends, or not
-        at all; results do not depend on it. All zero is the order of the rows.
+    TURN: an order of the rows, of which the i-th is i plus this word of row i. Rows that fold come first: a kernel may take
+        rows up in this order, so that the others fill the device while the last of these are at work, from both of its ends,
+        or not at all; results do not depend on it. All zero is the order of the rows.
     """
 
     SLOT = 0

@@ -75,7 +75,7 @@ def test_absorbed_tokens(layer, tokens, state, grid):
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16])
 @pytest.mark.parametrize("layer", LAYERS[:2])
 def test_a_draft_that_is_no_number_leaves_tokens_before_it_alone(layer, tokens, state, grid):
-    """Neither its query nor its values, in a row that folds and one that does not; keys and gates do, with coefficients of zero."""
+    """Neither its query nor its values reach them, in a row that folds and one that does not (keys and gates do)."""
     history = 110 if tokens < 16 else 101
     plans = [harness.RowPlan(0, history, 100, history, tokens), harness.RowPlan(1, 100, 100, 100, tokens)]
     steps = Steps(Case(layer, tokens, heads=(1, 2), draft=tokens - 1, state=state), plans, 2)
