@@ -116,7 +116,7 @@ struct StepAnswer : StepRows<StepCoefficients> {
 
     // Elements from the lane's columns of the first block to those of another.
     __device__ int to_block(int block) const {
-                if (block == 0) return 0;
+        if (block == 0) return 0;
         const int tokens = existing(block % OUTPUT_BLOCKS * 8 + g()) - existing(g());
         return tokens * of.stride - (block < OUTPUT_BLOCKS ? 0 : KEY_HEADS * KEY_DIM);
     }

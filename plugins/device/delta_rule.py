@@ -2,7 +2,8 @@
 
 A block works on one value head of one batch row, on two where there are more than enough of them, or on a slice of one's
 value rows where the batch is too small to fill the GPU with whole heads. Variants differ in the number of tokens they
-answer from checkpoint and ring (``TOKENS``); longer steps, and rows that fold, run through the recurrence.
+answer from checkpoint and ring (``TOKENS``); longer steps run through the recurrence, and so do rows that fold where the shape
+has no fold of its own.
 Rows of many tokens have kernels of their own where ``delta_prefill`` takes the layer.
 """
 
